@@ -1,0 +1,131 @@
+"""Small helpers that everything may use; nothing of ours is imported here but the error."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+
+from recnets.errors import RecNetsError
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean a or b?"` for near names, `""` when nothing is near."""
+    known = list(known)
+    lowered = {k.lower(): k for k in known}
+    near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.6)
+    if not near:
+        return ""
+    return "; did you mean " + " or ".join(repr(lowered[n]) for n in near) + "?"
+
+
+def choose(value: str, allowed: Iterable[str], what: str) -> str:
+    """`value` if it is one of `allowed`, else a ValueError that names both."""
+    allowed = list(allowed)
+    if value not in allowed:
+        options = ", ".join(repr(a) for a in allowed)
+        raise ValueError(f"{what} must be one of {options}, got {value!r}{did_you_mean(str(value), allowed)}")
+    return value
+
+
+def positive_int(value: object, what: str) -> int:
+    """`value` if it is an int of at least 1 (a bool is not), else TypeError or ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be an int, got {value!r} of type {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{what} must be at least 1, got {value}")
+    return value
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency, or say which extra brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise RecNetsError(
+            f"this needs the package {module!r}, which is not installed: pip install 'recnets[{extra}]'"
+        ) from error
+
+
+def atomic_write(path: Path | str, content: bytes | str | Callable[[Path], object]) -> None:
+    """Write a file whole or not at all: a temporary name in the same folder, synced, then renamed.
+
+    `content` is the bytes or text, or a function that writes the temporary file whose path it is given. On any
+    failure (full disk, read-only folder) the old file is untouched and the temporary one is removed.
+    """
+    path = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    except OSError as error:
+        raise RecNetsError(f"cannot write {path}: {error.strerror or error}") from error
+    tmp = Path(name)
+    try:
+        os.close(handle)
+        if callable(content):
+            content(tmp)
+        elif isinstance(content, str):
+            tmp.write_text(content, encoding="utf-8")
+        else:
+            tmp.write_bytes(content)
+        mask = os.umask(0)
+        os.umask(mask)
+        tmp.chmod(0o666 & ~mask)  # mkstemp makes it private; a result is an ordinary file
+        with open(tmp, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(tmp, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise RecNetsError(f"cannot write {path}: {error.strerror or error}; the old file, if any, is intact") from error
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is durable once its folder is synced; folders cannot be opened so on every system."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that this package runs from (with `+` if it has changes), None elsewhere."""
+    folder = Path(__file__).resolve().parent
+    if not (folder.parents[1] / ".git").exists():  # an installed copy inside somebody else's repository
+        return None
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", *args], cwd=folder, check=True, capture_output=True, text=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Versions that a result depends on."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version(), "platform": f"{sys.platform}-{platform.machine()}"}
+    for name in ("recnets", "torch", "triton", "numpy", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
