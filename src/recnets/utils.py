@@ -82,7 +82,9 @@ def atomic_write(path: Path | str, content: bytes | str | Callable[[Path], objec
         os.replace(tmp, path)
         _sync_folder(path.parent)
     except OSError as error:
-        raise RecNetsError(f"cannot write {path}: {error.strerror or error}; the old file, if any, is intact") from error
+        raise RecNetsError(
+            f"cannot write {path}: {error.strerror or error}; the old file, if any, is intact"
+        ) from error
     finally:
         tmp.unlink(missing_ok=True)
 

@@ -1,0 +1,72 @@
+"""Batch normalisation modules as the layers use them, and their synchronised form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recnets.ops.norm import Norm
+
+
+def norm_of(module: nn.BatchNorm2d, calls: int = 1) -> Norm:
+    """The tensors and settings of a BN module for this forward pass, which applies it `calls` times.
+
+    Counts the batches in training, as the module's own forward would.
+    """
+    momentum = module.momentum
+    if module.training and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(calls)
+        if momentum is None:  # torch's cumulative average
+            momentum = 1.0 / float(module.num_batches_tracked)
+    sync = (
+        isinstance(module, SyncBatchNorm2d)
+        and module.training
+        and dist.is_available()
+        and dist.is_initialized()
+    )
+    return Norm(
+        mean=module.running_mean,
+        var=module.running_var,
+        weight=module.weight,
+        bias=module.bias,
+        batch_statistics=module.training or module.running_mean is None,
+        momentum=0.0 if momentum is None else momentum,
+        eps=module.eps,
+        group=dist.group.WORLD if sync else None,
+    )
+
+
+class SyncBatchNorm2d(nn.BatchNorm2d):
+    """BN whose training statistics are those of the batches of all processes, on any device.
+
+    `torch.nn.SyncBatchNorm` refuses CPU tensors and cannot normalise a single step of a CRC layer.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return norm_of(self).apply(input)
+
+
+def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
+    """Replace every `nn.BatchNorm2d` of `model`, CRC layers' included, by the synchronised one, in place."""
+
+    def converted(module: nn.BatchNorm2d) -> SyncBatchNorm2d:
+        settings: dict[str, Any] = {
+            "eps": module.eps,
+            "momentum": module.momentum,
+            "affine": module.affine,
+            "track_running_stats": module.track_running_stats,
+        }
+        new = SyncBatchNorm2d(module.num_features, **settings).train(module.training)
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(new, name, parameter)
+        for name, buffer in module.named_buffers(recurse=False):
+            new.register_buffer(name, buffer)
+        return new
+
+    if isinstance(model, nn.BatchNorm2d) and not isinstance(model, SyncBatchNorm2d):
+        return converted(model)
+    for name, child in model.named_children():
+        setattr(model, name, convert_sync_batchnorm(child))
+    return model

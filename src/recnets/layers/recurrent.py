@@ -1,0 +1,73 @@
+"""The Recurrent module: a CRC layer and its Transition Block, run as one (Section 2.3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recnets.layers.crc import CRC, check_input
+from recnets.layers.norm import norm_of
+from recnets.layers.transition import TransitionBlock
+from recnets.ops import torch as plain
+from recnets.utils import choose
+
+MODES = ("auto", "concat", "stream")
+
+
+class Recurrent(nn.Module):
+    """Rec(s_in, s_out, c_out, d) = {CRC(s_in, s_out, d), TB(d·s_out, c_out)}; (N, d·s_in, H, W) -> (N, c_out, H, W).
+
+    `mode` chooses how it is computed, never what:
+
+    - "concat": the CRC layer's whole output, then the 1×1 convolution. Fastest to train.
+    - "stream": the paper's Computational Simplification, y = Σ_i h_i ⊛ A_i, one s_out-wide state alive at a time;
+      without gradients nothing d·s_out wide is ever allocated. In half precision the running sum is kept in that
+      precision.
+    - "auto" (default): streams whenever no gradient is needed.
+    """
+
+    def __init__(
+        self, s_in: int, s_out: int, c_out: int, d: int, *, mode: str = "auto", **crc_options: Any
+    ) -> None:
+        super().__init__()
+        self.mode = choose(mode, MODES, "mode")
+        self.crc = CRC(s_in, s_out, d, **crc_options)
+        self.transition = TransitionBlock(d * s_out, c_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mode == "concat" or (self.mode == "auto" and self._needs_grad(x)):
+            return self.transition(self.crc(x))
+        return self._stream(x)
+
+    def _needs_grad(self, x: Tensor) -> bool:
+        return torch.is_grad_enabled() and (
+            x.requires_grad or any(p.requires_grad for p in self.parameters())
+        )
+
+    def _stream(self, x: Tensor) -> Tensor:
+        """y = Σ_i h_i ⊛ A_i, then BN and ReLU; in evaluation BN is folded into the A_i and the start of the sum."""
+        crc = self.crc
+        check_input(x, crc.d * crc.s_in, f"Recurrent with {crc}")
+        norm = norm_of(self.transition.norm)
+        matrix = self.transition.conv.weight.flatten(1).t()  # (d·s_out, c_out): A_0 above A_1 above …
+        start: Tensor | None = None
+        if not norm.batch_statistics:
+            scale, start = norm.affine()
+            matrix = matrix * scale.to(matrix.dtype)
+        in_place = not self._needs_grad(x)
+        total: Tensor | None = None
+        hidden = plain.steps(x, crc.weight_x, crc.weight_h, crc.bias, crc.step_norm(), crc.recurrence)
+        for i, h in enumerate(hidden):
+            pixels = h.permute(0, 2, 3, 1).reshape(-1, crc.s_out)  # a view: h is in channels-last order
+            a_i = matrix[i * crc.s_out : (i + 1) * crc.s_out].to(h.dtype)
+            if total is None:
+                total = pixels @ a_i if start is None else torch.addmm(start.to(h.dtype), pixels, a_i)
+            elif in_place:
+                total.addmm_(pixels, a_i)
+            else:
+                total = torch.addmm(total, pixels, a_i)
+        assert total is not None
+        y = total.unflatten(0, (x.shape[0], x.shape[2], x.shape[3])).permute(0, 3, 1, 2)
+        return (y if start is not None else norm.apply(y)).relu_()

@@ -1,0 +1,25 @@
+"""The Transition Block: what follows a CRC layer and mixes its segments (Section 2.2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from recnets.layers.crc import check_input
+from recnets.utils import positive_int
+
+
+class TransitionBlock(nn.Module):
+    """TB(c_in, c_out): 1×1 convolution without bias, BN, ReLU; (N, c_in, H, W) -> (N, c_out, H, W)."""
+
+    def __init__(self, c_in: int, c_out: int) -> None:
+        super().__init__()
+        self.c_in = positive_int(c_in, "c_in")
+        self.c_out = positive_int(c_out, "c_out")
+        self.conv = nn.Conv2d(c_in, c_out, kernel_size=1, bias=False)
+        self.norm = nn.BatchNorm2d(c_out)
+        nn.init.kaiming_normal_(self.conv.weight, nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_input(x, self.c_in, f"TransitionBlock({self.c_in}, {self.c_out})")
+        return torch.relu(self.norm(self.conv(x)))

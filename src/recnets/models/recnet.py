@@ -1,0 +1,254 @@
+"""The RecNet family (Section 2.2): the network of the paper's architecture table, and every size of Tables 2 and 3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recnets.layers import Recurrent
+from recnets.layers.crc import check_input
+from recnets.models.registry import register_model
+from recnets.utils import choose, positive_int
+
+HEADS = ("linear", "hidden")
+HIDDEN_UNITS = 160
+
+
+class Stem(nn.Module):
+    """3×3 convolution, BN, ReLU; (N, in_channels, H, W) -> (N, c_out, H, W)."""
+
+    def __init__(self, in_channels: int, c_out: int, bias: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, c_out, kernel_size=3, padding=1, bias=bias)
+        self.norm = nn.BatchNorm2d(c_out)
+        nn.init.kaiming_normal_(self.conv.weight, nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x)))
+
+
+class RecNet(nn.Module):
+    """RecNet(e, S_1 … S_n, d_1 … d_n): a stem, n pairs of Recurrent modules with 2×2 max pooling between, a classifier.
+
+    Args:
+        e: expansion, s_out = e · s_in in every CRC layer.
+        s: S_i, channels of an input segment in the i-th pair.
+        d: d_i, segments in the i-th pair.
+        num_classes: outputs; 0 leaves the classifier out (forward then gives the pooled features).
+        in_channels: channels of the pictures.
+        head: "linear" is the paper's architecture table. "hidden" is what the paper's parameter counts imply:
+            Linear(C, 160), BN, ReLU, Linear(160, num_classes), and a bias on the stem's convolution.
+        **crc_options: options of every `CRC` (kernel_x, kernel_h, nonlinearity, recurrent, padding_mode, backend)
+            and `mode` of every `Recurrent`.
+    """
+
+    def __init__(
+        self,
+        e: int,
+        s: Sequence[int],
+        d: Sequence[int],
+        num_classes: int = 10,
+        in_channels: int = 3,
+        head: str = "linear",
+        **crc_options: Any,
+    ) -> None:
+        super().__init__()
+        self.e = positive_int(e, "e")
+        self.s = tuple(positive_int(v, "each of s") for v in s)
+        self.d = tuple(positive_int(v, "each of d") for v in d)
+        if len(self.s) != len(self.d) or not self.s:
+            raise ValueError(
+                f"s and d must have the same length of at least 1, got s={self.s} and d={self.d}"
+            )
+        self.head = choose(head, HEADS, "head")
+        self.in_channels = positive_int(in_channels, "in_channels")
+        self.crc_options = crc_options
+
+        widths = [s_i * d_i for s_i, d_i in zip(self.s, self.d, strict=True)]
+        self.stem = Stem(in_channels, widths[0], bias=head == "hidden")
+        self.stages = nn.ModuleList()
+        for i, (s_i, d_i) in enumerate(zip(self.s, self.d, strict=True)):
+            following = widths[min(i + 1, len(widths) - 1)]
+            self.stages.append(
+                nn.Sequential(
+                    Recurrent(s_i, e * s_i, widths[i], d_i, **crc_options),
+                    Recurrent(s_i, e * s_i, following, d_i, **crc_options),
+                )
+            )
+        self.pool = nn.MaxPool2d(2)
+        self.num_features = widths[-1]
+        self.reset_classifier(num_classes)
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """A new, untrained classifier for `num_classes` classes; 0 for none."""
+        if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 0:
+            raise ValueError(f"num_classes must be an int of at least 0, got {num_classes!r}")
+        self.num_classes = num_classes
+        self.classifier: nn.Module
+        if num_classes == 0:
+            self.classifier = nn.Identity()
+        elif self.head == "linear":
+            self.classifier = nn.Linear(self.num_features, num_classes)
+        else:
+            self.classifier = nn.Sequential(
+                nn.Linear(self.num_features, HIDDEN_UNITS),
+                nn.BatchNorm1d(HIDDEN_UNITS),
+                nn.ReLU(),
+                nn.Linear(HIDDEN_UNITS, num_classes),
+            )
+        reference = self.stem.conv.weight
+        self.classifier.to(reference.device, reference.dtype)
+
+    def _check(self, x: Tensor) -> None:
+        check_input(x, self.in_channels, type(self).__name__)
+        smallest = 2 ** (len(self.s) - 1)
+        if min(x.shape[2:]) < smallest:
+            raise ValueError(
+                f"a RecNet of {len(self.s)} stages halves the picture {len(self.s) - 1} times and needs at least "
+                f"{smallest}×{smallest} pixels, got {x.shape[2]}×{x.shape[3]}"
+            )
+
+    def forward_intermediates(
+        self, x: Tensor, indices: int | Sequence[int] | None = None, *, intermediates_only: bool = False
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """(the last stage's output, [the output of every stage before pooling]), as in timm.
+
+        `indices` chooses stages: a list of them, or an int n for the last n.
+        """
+        self._check(x)
+        count = len(self.stages)
+        if isinstance(indices, int):
+            if not 1 <= indices <= count:
+                raise ValueError(f"indices as a number of stages must be 1 to {count}, got {indices}")
+            wanted = list(range(count - indices, count))
+        else:
+            wanted = list(range(count)) if indices is None else list(indices)
+        if any(not -count <= i < count for i in wanted):
+            raise ValueError(f"indices must be stages of 0 to {count - 1}, got {wanted}")
+        outputs: list[Tensor] = []
+        x = self.stem(x)
+        for i, stage in enumerate(self.stages):
+            x = stage(self.pool(x) if i else x)
+            outputs.append(x)
+        chosen = [outputs[i] for i in wanted]
+        return chosen if intermediates_only else (x, chosen)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """The last stage's map, (N, S_n·d_n, H/2^(n-1), W/2^(n-1))."""
+        self._check(x)
+        x = self.stem(x)
+        for i, stage in enumerate(self.stages):
+            x = stage(self.pool(x) if i else x)
+        return x
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Global average pooling, then the classifier unless `pre_logits`."""
+        x = x.mean(dim=(2, 3))
+        return x if pre_logits else self.classifier(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    @property
+    def depth(self) -> int:
+        """Recurrent steps in all: two modules a stage (the d of RecNet-d-w)."""
+        return 2 * sum(self.d)
+
+    @property
+    def width(self) -> int:
+        """The widest simulated layer, e·max(S_i·d_i) (the w of RecNet-d-w)."""
+        return self.e * max(s_i * d_i for s_i, d_i in zip(self.s, self.d, strict=True))
+
+
+def _recnet(e: int, s: tuple[int, ...], d: tuple[int, ...], **kwargs: Any) -> RecNet:
+    """The named network, with whatever hyper-parameters are overridden."""
+    return RecNet(**{"e": e, "s": s, "d": d, **kwargs})
+
+
+# Table 2, in its order.
+
+
+@register_model(title="RecNet-60-640", family="recnet", paper_params="471K")
+def recnet_60_640(**kwargs: Any) -> RecNet:
+    return _recnet(4, (4, 8, 16), (10, 10, 10), **kwargs)
+
+
+@register_model(title="RecNet-90-960", family="recnet", paper_params="863K")
+def recnet_90_960(**kwargs: Any) -> RecNet:
+    return _recnet(4, (4, 8, 16), (15, 15, 15), **kwargs)
+
+
+@register_model(title="RecNet-120-1280", family="recnet", paper_params="1,406K")
+def recnet_120_1280(**kwargs: Any) -> RecNet:
+    return _recnet(4, (4, 8, 16), (20, 20, 20), **kwargs)
+
+
+@register_model(title="RecNet-60-1280", family="recnet", paper_params="1,769K")
+def recnet_60_1280(**kwargs: Any) -> RecNet:
+    return _recnet(4, (8, 16, 32), (10, 10, 10), **kwargs)
+
+
+@register_model(title="RecNet-90-1920", family="recnet", paper_params="3,306K")
+def recnet_90_1920(**kwargs: Any) -> RecNet:
+    return _recnet(4, (8, 16, 32), (15, 15, 15), **kwargs)
+
+
+@register_model(title="RecNet-120-2560", family="recnet", paper_params="5,444K")
+def recnet_120_2560(**kwargs: Any) -> RecNet:
+    return _recnet(4, (8, 16, 32), (20, 20, 20), **kwargs)
+
+
+@register_model(title="RecNet-60-480", family="recnet", paper_params="316K")
+def recnet_60_480(**kwargs: Any) -> RecNet:
+    return _recnet(4, (8, 8, 8), (5, 10, 15), **kwargs)
+
+
+@register_model(title="RecNet-90-640", family="recnet", paper_params="537K")
+def recnet_90_640(**kwargs: Any) -> RecNet:
+    return _recnet(4, (8, 8, 8), (10, 15, 20), **kwargs)
+
+
+@register_model(title="RecNet-120-960", family="recnet", paper_params="930K")
+def recnet_120_960(**kwargs: Any) -> RecNet:
+    return _recnet(4, (8, 8, 8), (10, 20, 30), **kwargs)
+
+
+@register_model(title="RecNet-60-960", family="recnet", paper_params="1,137K")
+def recnet_60_960(**kwargs: Any) -> RecNet:
+    return _recnet(4, (16, 16, 16), (5, 10, 15), **kwargs)
+
+
+@register_model(title="RecNet-90-1280", family="recnet", paper_params="2,028K")
+def recnet_90_1280(**kwargs: Any) -> RecNet:
+    return _recnet(4, (16, 16, 16), (10, 15, 20), **kwargs)
+
+
+@register_model(title="RecNet-120-1920", family="recnet", paper_params="3,569K")
+def recnet_120_1920(**kwargs: Any) -> RecNet:
+    return _recnet(4, (16, 16, 16), (10, 20, 30), **kwargs)
+
+
+# Table 3 gives these two without hyper-parameters.
+
+
+@register_model(
+    title="RecNet-30-60",
+    family="recnet",
+    paper_params="0.2M (240K)",
+    note="hyper-parameters guessed: depth 30, 60 channels before expansion and the size fit",
+)
+def recnet_30_60(**kwargs: Any) -> RecNet:
+    return _recnet(4, (12, 12, 12), (5, 5, 5), **kwargs)
+
+
+@register_model(
+    title="RecNet-120-2880",
+    family="recnet",
+    paper_params="8.2M",
+    note="hyper-parameters inferred: they fit the depth, the width and the size",
+)
+def recnet_120_2880(**kwargs: Any) -> RecNet:
+    return _recnet(4, (24, 24, 24), (10, 20, 30), **kwargs)

@@ -1,0 +1,86 @@
+"""Batch normalisation as data and functions, so that a step can use its own slice of one set of parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+else:
+    ProcessGroup = Any
+
+
+class Norm(NamedTuple):
+    """What `F.batch_norm` needs, for C channels; `group` synchronises the statistics over processes."""
+
+    mean: Tensor | None
+    var: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    batch_statistics: bool
+    momentum: float
+    eps: float
+    group: ProcessGroup | None = None
+
+    def channels(self, start: int, stop: int) -> Norm:
+        """The norm of channels start..stop; running statistics stay views, so updates reach the whole."""
+
+        def part(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t[start:stop]
+
+        return self._replace(
+            mean=part(self.mean), var=part(self.var), weight=part(self.weight), bias=part(self.bias)
+        )
+
+    def apply(self, z: Tensor) -> Tensor:
+        """(N, C, H, W) -> the same shape, normalised; running statistics move in place in training."""
+        if self.batch_statistics and self.group is not None:
+            return _sync_batch_norm(z, self)
+        return F.batch_norm(
+            z, self.mean, self.var, self.weight, self.bias, self.batch_statistics, self.momentum, self.eps
+        )
+
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """In evaluation a norm is z·scale + shift: the two vectors (C)."""
+        assert self.mean is not None
+        assert self.var is not None
+        scale = torch.rsqrt(self.var + self.eps)
+        if self.weight is not None:
+            scale = scale * self.weight
+        shift = -self.mean * scale
+        if self.bias is not None:
+            shift = shift + self.bias
+        return scale, shift
+
+
+def _sync_batch_norm(z: Tensor, norm: Norm) -> Tensor:
+    """Batch normalisation over the pixels of all processes of `norm.group`, differentiable, on any device.
+
+    The gradient of an all-reduced sum is the all-reduced gradient, which `torch.distributed.nn` knows. Counts may
+    differ from process to process. The mean comes first and the variance is of the centred values: the one-pass
+    E[z²]-E[z]² would lose digits.
+    """
+    from torch.distributed.nn.functional import all_reduce
+
+    z32 = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+    local = z32.sum(dim=(0, 2, 3))
+    count = local.new_tensor([z.shape[0] * z.shape[2] * z.shape[3]])
+    total = all_reduce(torch.cat([local, count]), group=norm.group)
+    n = total[-1].detach()
+    mean = total[:-1] / n
+    centred = z32 - mean[:, None, None]
+    var = all_reduce(centred.square().sum(dim=(0, 2, 3)), group=norm.group) / n
+    if norm.mean is not None and norm.var is not None:
+        with torch.no_grad():
+            norm.mean.lerp_(mean.to(norm.mean.dtype), norm.momentum)
+            norm.var.lerp_((var * (n / (n - 1).clamp_min(1))).to(norm.var.dtype), norm.momentum)
+    out = centred * torch.rsqrt(var + norm.eps)[:, None, None]
+    if norm.weight is not None:
+        out = out * norm.weight[:, None, None]
+    if norm.bias is not None:
+        out = out + norm.bias[:, None, None]
+    return out.to(z.dtype)

@@ -1,0 +1,136 @@
+"""The recurrence in plain PyTorch, in the two ways that a device can run it.
+
+`crc` (concat) computes the x-convolutions of all d steps in one call and returns every hidden state.
+`steps` (stream) yields one hidden state at a time and never holds more: the paper's Computational Simplification.
+Both evaluate a step's BN as part of its convolution when no batch statistics are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recnets.ops.norm import Norm
+
+
+class Recurrence(NamedTuple):
+    """The settings of a CRC layer that are not tensors."""
+
+    d: int
+    nonlinearity: str = "separate_bn_relu"
+    recurrent: bool = True
+    padding_mode: str = "zeros"
+
+
+def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, padding_mode: str = "zeros") -> Tensor:
+    """'Same' convolution, (N, C_in, H, W) with (C_out, C_in, k, k) -> (N, C_out, H, W)."""
+    radius = weight.shape[-1] // 2
+    if padding_mode == "zeros" or radius == 0:
+        return F.conv2d(x, weight, bias, padding=radius)
+    return F.conv2d(F.pad(x, (radius, radius, radius, radius), mode=padding_mode), weight, bias)
+
+
+def step_norm(norm: Norm | None, i: int, s_out: int) -> Norm | None:
+    """The norm of step i: its slice of d·s_out channels, or the whole where it is shared."""
+    if norm is None or norm.weight is None or norm.weight.shape[0] == s_out:
+        return norm
+    return norm.channels(i * s_out, (i + 1) * s_out)
+
+
+def sigma(z: Tensor, norm: Norm | None) -> Tensor:
+    """σ_i of Eq. 3: BN (if any), then ReLU, in place on what no one else holds."""
+    if norm is None:
+        return torch.relu(z)
+    return norm.apply(z).relu_()
+
+
+def _foldable(norm: Norm | None, nonlinearity: str) -> bool:
+    """May a step's BN become part of its convolution? In evaluation, and unless the recursion is linear."""
+    return norm is not None and not norm.batch_statistics and nonlinearity != "linear"
+
+
+def crc(
+    x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm: Norm | None, r: Recurrence
+) -> Tensor:
+    """All hidden states, (N, d·s_in, H, W) -> (N, d·s_out, H, W); see `recnets.ops.naive.crc`."""
+    n, _, height, width = x.shape
+    s_out, s_in = weight_x.shape[:2]
+    segments = x.reshape(n * r.d, s_in, height, width)
+    xw = conv(segments, weight_x, None if not r.recurrent else bias, r.padding_mode)
+    if not r.recurrent:
+        z = conv(xw, weight_h, bias, r.padding_mode).reshape(n, r.d * s_out, height, width)
+        if norm is None or r.nonlinearity != "shared_bn_relu":
+            return sigma(z, norm)
+        return torch.cat([sigma(z_i, norm) for z_i in z.chunk(r.d, dim=1)], dim=1)
+    # One hidden state an index of the second dimension.
+    xw = xw.reshape(n, r.d, s_out, height, width)
+    if _foldable(norm, r.nonlinearity) and not torch.is_grad_enabled():
+        return _crc_folded_(xw, weight_h, norm, r)
+    hidden: list[Tensor] = []
+    h: Tensor | None = None
+    for i in range(r.d):
+        z = xw[:, i] if h is None else xw[:, i] + conv(h, weight_h, None, r.padding_mode)
+        activated = sigma(z, step_norm(norm, i, s_out))
+        h = z if r.nonlinearity == "linear" else activated
+        hidden.append(activated)
+    return torch.cat(hidden, dim=1)
+
+
+def _crc_folded_(xw: Tensor, weight_h: Tensor, norm: Norm | None, r: Recurrence) -> Tensor:
+    """Inference: the x-part (N, d, s_out, H, W) becomes the output in place, one convolution a step."""
+    n, _, s_out, height, width = xw.shape
+    for i in range(r.d):
+        own = step_norm(norm, i, s_out)
+        assert own is not None
+        scale, shift = (t.to(xw.dtype) for t in own.affine())
+        z = xw[:, i]
+        z.mul_(scale[:, None, None]).add_(shift[:, None, None])
+        if i > 0:
+            z.add_(conv(xw[:, i - 1], weight_h * scale[:, None, None, None], None, r.padding_mode))
+        z.relu_()
+    return xw.reshape(n, r.d * s_out, height, width)
+
+
+def steps(
+    x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm: Norm | None, r: Recurrence
+) -> Iterator[Tensor]:
+    """The hidden states one at a time, each (N, s_out, H, W) in channels-last order.
+
+    A step is one convolution of [x_i, h_{i-1}] with [W_x, W_h] (two where the kernels differ in size), its BN
+    multiplied into the weights in evaluation: nothing d·s_out wide is ever made.
+    """
+    s_out, s_in = weight_x.shape[:2]
+    joint = r.recurrent and weight_x.shape[-1] == weight_h.shape[-1]
+    weight_xh = torch.cat([weight_x, weight_h], dim=1) if joint else weight_x
+    fold = _foldable(norm, r.nonlinearity)
+    h: Tensor | None = None
+    for i in range(r.d):
+        x_i = x[:, i * s_in : (i + 1) * s_in].contiguous(memory_format=torch.channels_last)
+        own = step_norm(norm, i, s_out)
+        scale, shift = own.affine() if fold and own is not None else (None, bias)
+
+        def scaled(weight: Tensor, scale: Tensor | None = scale) -> Tensor:
+            return weight if scale is None else weight * scale[:, None, None, None].to(weight.dtype)
+
+        if not r.recurrent:
+            z = conv(conv(x_i, weight_x, None, r.padding_mode), scaled(weight_h), shift, r.padding_mode)
+        elif h is None:
+            z = conv(x_i, scaled(weight_x), shift, r.padding_mode)
+        elif joint:
+            xh = torch.cat([x_i, h], dim=1)
+            del x_i, h
+            z = conv(xh, scaled(weight_xh), shift, r.padding_mode)
+            del xh
+        else:
+            z = conv(x_i, scaled(weight_x), shift, r.padding_mode)
+            z += conv(h, scaled(weight_h), None, r.padding_mode)
+        if r.nonlinearity == "linear":
+            h = z
+            yield sigma(z, own)
+        else:
+            h = z.relu_() if fold else sigma(z, own)
+            yield h
