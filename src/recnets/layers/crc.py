@@ -153,9 +153,7 @@ class CRC(nn.Module):
         check_input(x, self.d * self.s_in, str(self))
         norm = self.step_norm()
         assert norm is not None
-        return torch.relu(
-            norm.apply(parallel.linear_recursion_parallel(x, kernels, biases, self.padding_mode))
-        )
+        return torch.relu(norm.apply(parallel.linear_recursion_parallel(x, kernels, biases, self.padding_mode)))
 
     def __str__(self) -> str:
         return f"CRC({self.s_in}, {self.s_out}, {self.d})"

@@ -20,12 +20,7 @@ def norm_of(module: nn.BatchNorm2d, calls: int = 1) -> Norm:
         module.num_batches_tracked.add_(calls)
         if momentum is None:  # torch's cumulative average
             momentum = 1.0 / float(module.num_batches_tracked)
-    sync = (
-        isinstance(module, SyncBatchNorm2d)
-        and module.training
-        and dist.is_available()
-        and dist.is_initialized()
-    )
+    sync = isinstance(module, SyncBatchNorm2d) and module.training and dist.is_available() and dist.is_initialized()
     return Norm(
         mean=module.running_mean,
         var=module.running_var,

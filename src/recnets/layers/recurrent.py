@@ -28,9 +28,7 @@ class Recurrent(nn.Module):
     - "auto" (default): streams whenever no gradient is needed.
     """
 
-    def __init__(
-        self, s_in: int, s_out: int, c_out: int, d: int, *, mode: str = "auto", **crc_options: Any
-    ) -> None:
+    def __init__(self, s_in: int, s_out: int, c_out: int, d: int, *, mode: str = "auto", **crc_options: Any) -> None:
         super().__init__()
         self.mode = choose(mode, MODES, "mode")
         self.crc = CRC(s_in, s_out, d, **crc_options)
@@ -42,9 +40,7 @@ class Recurrent(nn.Module):
         return self._stream(x)
 
     def _needs_grad(self, x: Tensor) -> bool:
-        return torch.is_grad_enabled() and (
-            x.requires_grad or any(p.requires_grad for p in self.parameters())
-        )
+        return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
 
     def _stream(self, x: Tensor) -> Tensor:
         """y = Σ_i h_i ⊛ A_i, then BN and ReLU; in evaluation BN is folded into the A_i and the start of the sum."""

@@ -60,9 +60,7 @@ class RecNet(nn.Module):
         self.s = tuple(positive_int(v, "each of s") for v in s)
         self.d = tuple(positive_int(v, "each of d") for v in d)
         if len(self.s) != len(self.d) or not self.s:
-            raise ValueError(
-                f"s and d must have the same length of at least 1, got s={self.s} and d={self.d}"
-            )
+            raise ValueError(f"s and d must have the same length of at least 1, got s={self.s} and d={self.d}")
         self.head = choose(head, HEADS, "head")
         self.in_channels = positive_int(in_channels, "in_channels")
         self.crc_options = crc_options

@@ -37,9 +37,7 @@ class ModelConfig:
 
     def build(self) -> nn.Module:
         """A fresh model of this configuration."""
-        return create_model(
-            self.name, num_classes=self.num_classes, in_channels=self.in_channels, **self.overrides
-        )
+        return create_model(self.name, num_classes=self.num_classes, in_channels=self.in_channels, **self.overrides)
 
 
 _BUILDERS: dict[str, Builder] = {}
@@ -108,9 +106,7 @@ def create_model(
         raise ValueError(f"num_classes must be an int of at least 0, got {num_classes!r}")
     positive_int(in_channels, "in_channels")
     if pretrained:
-        raise ValueError(
-            f"no weights are published for {name!r} in this version; pretrained=False builds it untrained"
-        )
+        raise ValueError(f"no weights are published for {name!r} in this version; pretrained=False builds it untrained")
     notation = _NOTATION.match(name)
     if notation:
         model = _from_notation(name, notation.group(1), num_classes, in_channels, overrides)

@@ -32,9 +32,7 @@ class Norm(NamedTuple):
         def part(t: Tensor | None) -> Tensor | None:
             return None if t is None else t[start:stop]
 
-        return self._replace(
-            mean=part(self.mean), var=part(self.var), weight=part(self.weight), bias=part(self.bias)
-        )
+        return self._replace(mean=part(self.mean), var=part(self.var), weight=part(self.weight), bias=part(self.bias))
 
     def apply(self, z: Tensor) -> Tensor:
         """(N, C, H, W) -> the same shape, normalised; running statistics move in place in training."""

@@ -15,9 +15,7 @@ from torch import Tensor
 
 def compose(first: Tensor, second: Tensor) -> Tensor:
     """The kernel of `second` after `first`: (C, A, k1, k1), (B, C, k2, k2) -> (B, A, k1+k2-1, k1+k2-1)."""
-    flipped = second.flip(
-        -1, -2
-    )  # a chain of cross-correlations is one by the full convolution of the kernels
+    flipped = second.flip(-1, -2)  # a chain of cross-correlations is one by the full convolution of the kernels
     return F.conv2d(first.transpose(0, 1), flipped, padding=second.shape[-1] - 1).transpose(0, 1)
 
 

@@ -53,9 +53,7 @@ def _foldable(norm: Norm | None, nonlinearity: str) -> bool:
     return norm is not None and not norm.batch_statistics and nonlinearity != "linear"
 
 
-def crc(
-    x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm: Norm | None, r: Recurrence
-) -> Tensor:
+def crc(x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm: Norm | None, r: Recurrence) -> Tensor:
     """All hidden states, (N, d·s_in, H, W) -> (N, d·s_out, H, W); see `recnets.ops.naive.crc`."""
     n, _, height, width = x.shape
     s_out, s_in = weight_x.shape[:2]
