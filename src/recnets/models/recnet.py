@@ -161,7 +161,7 @@ class RecNet(nn.Module):
         return self.e * max(s_i * d_i for s_i, d_i in zip(self.s, self.d, strict=True))
 
 
-def _recnet(e: int, s: tuple[int, ...], d: tuple[int, ...], **kwargs: Any) -> RecNet:
+def _recnet(e: int, s: tuple[int, ...], d: tuple[int, ...], /, **kwargs: Any) -> RecNet:
     """The named network, with whatever hyper-parameters are overridden."""
     return RecNet(**{"e": e, "s": s, "d": d, **kwargs})
 
