@@ -9,6 +9,7 @@ from recnets.models.registry import (
     model_info,
     register_model,
 )
+from recnets.models.weights import load_weights, published, read_metadata, save_weights
 
 __all__ = [
     "ModelConfig",
@@ -16,6 +17,10 @@ __all__ = [
     "RecNet",
     "create_model",
     "list_models",
+    "load_weights",
     "model_info",
+    "published",
+    "read_metadata",
     "register_model",
+    "save_weights",
 ]

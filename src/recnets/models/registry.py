@@ -89,24 +89,40 @@ def canonical_name(name: str) -> str:
 
 
 def create_model(
-    name: str, *, num_classes: int = 10, in_channels: int = 3, pretrained: bool = False, **overrides: Any
+    name: str,
+    *,
+    num_classes: int | None = None,
+    in_channels: int | None = None,
+    pretrained: bool = False,
+    **overrides: Any,
 ) -> nn.Module:
-    """Build a model by its registered name, its title in the paper, or the paper's notation.
+    """Build a model by its registered name, its title in the paper, the paper's notation or a published name.
 
     Args:
-        name: "recnet_60_1280", "RecNet-60-1280" or "RecNet(4, 8, 16, 32, 10, 10, 10)".
-        num_classes: outputs of the classifier; 0 leaves the classifier out.
-        in_channels: channels of the pictures.
-        pretrained: load published weights; the name then says which, "recnet_60_480.cifar100".
+        name: "recnet_60_1280", "RecNet-60-1280", "RecNet(4, 8, 16, 32, 10, 10, 10)", or "ARCH.TAG" as
+            `recnets.models.published` lists them.
+        num_classes: outputs of the classifier; 0 leaves the classifier out. By default 10, or those of the
+            pretrained weights. With pretrained weights for another number, all but the classifier is loaded.
+        in_channels: channels of the pictures. By default 3, or those of the pretrained weights.
+        pretrained: load published weights: those of the tag, or the only ones there are of this architecture.
         **overrides: hyper-parameters that differ, e.g. e=2, nonlinearity="relu", head="hidden", recurrent=False.
     """
     if not isinstance(name, str):
         raise TypeError(f"a model's name must be a str, got {type(name).__name__}")
-    if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 0:
-        raise ValueError(f"num_classes must be an int of at least 0, got {num_classes!r}")
-    positive_int(in_channels, "in_channels")
-    if pretrained:
-        raise ValueError(f"no weights are published for {name!r} in this version; pretrained=False builds it untrained")
+    if num_classes is not None and (isinstance(num_classes, bool) or not isinstance(num_classes, int)):
+        raise TypeError(f"num_classes must be an int, got {num_classes!r} of type {type(num_classes).__name__}")
+    if num_classes is not None and num_classes < 0:
+        raise ValueError(f"num_classes must be at least 0, got {num_classes}")
+    if in_channels is not None:
+        positive_int(in_channels, "in_channels")
+    if pretrained or "." in name:
+        return _from_published(name, num_classes, in_channels, overrides, load=pretrained)
+    classes = 10 if num_classes is None else num_classes
+    return _build(name, classes, 3 if in_channels is None else in_channels, overrides)
+
+
+def _build(name: str, num_classes: int, in_channels: int, overrides: dict[str, Any]) -> nn.Module:
+    """An untrained model that carries its configuration."""
     notation = _NOTATION.match(name)
     if notation:
         model = _from_notation(name, notation.group(1), num_classes, in_channels, overrides)
@@ -117,6 +133,42 @@ def create_model(
         model = _BUILDERS[name](num_classes=num_classes, in_channels=in_channels, **overrides)
     model.config = ModelConfig(name, num_classes, in_channels, overrides)  # type: ignore[assignment]
     return model
+
+
+def _from_published(
+    name: str, num_classes: int | None, in_channels: int | None, overrides: dict[str, Any], *, load: bool
+) -> nn.Module:
+    """The model of published weights, with the changes asked for where the weights allow them."""
+    from recnets.models import weights  # which stands on this file
+
+    config, tensors, path = weights.read_weights(_published_name(name, weights.published()))
+    classes = config.num_classes if num_classes is None else num_classes
+    channels = config.in_channels if in_channels is None else in_channels
+    if load and channels != config.in_channels:
+        raise ValueError(f"the weights {name!r} are for in_channels={config.in_channels}, got {channels}")
+    model = _build(config.name, classes, channels, {**config.overrides, **overrides})
+    if load:
+        skip = ("classifier.",) if classes != config.num_classes else ()
+        weights.load_tensors(model, tensors, path, skip=skip)
+    return model
+
+
+def _published_name(name: str, published: list[str]) -> str:
+    """The published weights that a name with or without a tag means."""
+    arch, dot, tag = name.partition(".")
+    arch = canonical_name(arch)
+    matches = [p for p in published if p == f"{arch}.{tag}" or (not dot and p.startswith(f"{arch}."))]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ValueError(f"several weights are published for {name!r}, choose one: {', '.join(matches)}")
+    if arch not in _BUILDERS and not _NOTATION.match(name):
+        raise ValueError(unknown_model(name))
+    known = f"published: {', '.join(published)}" if published else "none are in this version"
+    raise ValueError(
+        f"no weights are published for {name!r}{did_you_mean(name, published)} ({known}); "
+        f"create_model({arch!r}) builds the model untrained"
+    )
 
 
 def _from_notation(
