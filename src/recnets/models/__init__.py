@@ -11,10 +11,14 @@ from recnets.models.registry import (
 )
 from recnets.models.weights import load_weights, published, read_metadata, save_weights
 
+# isort: split
+from recnets.models import baselines  # after the RecNets: the order of registration is that of the tables
+
 __all__ = [
     "ModelConfig",
     "ModelInfo",
     "RecNet",
+    "baselines",
     "create_model",
     "list_models",
     "load_weights",
