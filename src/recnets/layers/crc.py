@@ -16,13 +16,17 @@ PADDING_MODES = ("zeros", "circular", "reflect", "replicate")
 
 
 def check_input(x: Tensor, channels: int, what: str) -> None:
-    """A clear error for an input that is not (N, channels, H, W)."""
+    """A clear error for an input that is not (N, channels, H, W) in floating point with at least one pixel."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{what} expects a Tensor, got {type(x).__name__}")
     if x.dim() != 4:
         raise ValueError(f"{what} expects (N, {channels}, H, W), got a tensor of shape {tuple(x.shape)}")
     if x.shape[1] != channels:
         raise ValueError(f"{what} expects {channels} channels, got {x.shape[1]} (shape {tuple(x.shape)})")
+    if min(x.shape[2:]) < 1:
+        raise ValueError(f"{what} expects at least one pixel, got a tensor of shape {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"{what} expects floating point values, got {x.dtype}; scale and normalise pictures first")
 
 
 class CRC(nn.Module):
@@ -72,7 +76,9 @@ class CRC(nn.Module):
             if positive_int(size, what) % 2 == 0:
                 raise ValueError(f"{what} must be odd, so that the map keeps its size, got {size}")
         self.nonlinearity = choose(nonlinearity, NONLINEARITIES, "nonlinearity")
-        self.recurrent = bool(recurrent)
+        if not isinstance(recurrent, bool):
+            raise TypeError(f"recurrent must be True or False, got {recurrent!r}")
+        self.recurrent = recurrent
         self.padding_mode = choose(padding_mode, PADDING_MODES, "padding_mode")
         self.backend = choose(backend, dispatch.BACKENDS, "backend")
         dispatch.check_request(self.backend, self.recurrence, kernel_x, kernel_h, s_out)
@@ -160,6 +166,8 @@ class CRC(nn.Module):
 
     def extra_repr(self) -> str:
         kernels = f"kernel_x={self.weight_x.shape[-1]}, kernel_h={self.weight_h.shape[-1]}"
-        return f"{self.s_in}, {self.s_out}, {self.d}, {kernels}, nonlinearity={self.nonlinearity!r}" + (
-            "" if self.recurrent else ", recurrent=False"
-        )
+        text = f"{self.s_in}, {self.s_out}, {self.d}, {kernels}, nonlinearity={self.nonlinearity!r}"
+        for name, default in (("recurrent", True), ("padding_mode", "zeros"), ("backend", "auto")):
+            value = getattr(self, name)
+            text += "" if value == default else f", {name}={value!r}"
+        return text

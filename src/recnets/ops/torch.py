@@ -36,7 +36,10 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, padding_mode: st
 
 def step_norm(norm: Norm | None, i: int, s_out: int) -> Norm | None:
     """The norm of step i: its slice of d·s_out channels, or the whole where it is shared."""
-    if norm is None or norm.weight is None or norm.weight.shape[0] == s_out:
+    if norm is None:
+        return None
+    channels = norm.weight if norm.weight is not None else norm.mean
+    if channels is None or channels.shape[0] == s_out:
         return norm
     return norm.channels(i * s_out, (i + 1) * s_out)
 
