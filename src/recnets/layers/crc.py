@@ -81,7 +81,7 @@ class CRC(nn.Module):
         self.recurrent = recurrent
         self.padding_mode = choose(padding_mode, PADDING_MODES, "padding_mode")
         self.backend = choose(backend, dispatch.BACKENDS, "backend")
-        dispatch.check_request(self.backend, self.recurrence, kernel_x, kernel_h, s_out)
+        dispatch.check_request(self.backend, self.recurrence, kernel_x, kernel_h, s_in, s_out)
 
         self.weight_x = nn.Parameter(torch.empty(s_out, s_in, kernel_x, kernel_x))
         self.weight_h = nn.Parameter(torch.empty(s_out, s_out, kernel_h, kernel_h))

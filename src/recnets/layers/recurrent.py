@@ -32,7 +32,7 @@ class Recurrent(nn.Module):
         super().__init__()
         self.mode = choose(mode, MODES, "mode")
         self.crc = CRC(s_in, s_out, d, **crc_options)
-        self.transition = TransitionBlock(d * s_out, c_out)
+        self.transition = TransitionBlock(d * s_out, c_out, backend=self.crc.backend)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mode == "concat" or (self.mode == "auto" and self._needs_grad(x)):

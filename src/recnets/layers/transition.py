@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from recnets.layers.crc import check_input
-from recnets.utils import positive_int
+from recnets.layers.norm import norm_of
+from recnets.ops import dispatch
+from recnets.utils import choose, positive_int
 
 
 class TransitionBlock(nn.Module):
     """TB(c_in, c_out): 1×1 convolution without bias, BN, ReLU; (N, c_in, H, W) -> (N, c_out, H, W)."""
 
-    def __init__(self, c_in: int, c_out: int) -> None:
+    def __init__(self, c_in: int, c_out: int, *, backend: str = "auto") -> None:
         super().__init__()
+        self.backend = choose(backend, dispatch.BACKENDS, "backend")
         self.c_in = positive_int(c_in, "c_in")
         self.c_out = positive_int(c_out, "c_out")
         self.conv = nn.Conv2d(c_in, c_out, kernel_size=1, bias=False)
@@ -22,4 +24,5 @@ class TransitionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_input(x, self.c_in, f"TransitionBlock({self.c_in}, {self.c_out})")
-        return torch.relu(self.norm(self.conv(x)))
+        y = dispatch.pointwise(x, self.conv.weight)
+        return dispatch.norm_relu(y, norm_of(self.norm), backend=self.backend)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from recnets.layers import Recurrent
 from recnets.layers.crc import check_input
+from recnets.layers.norm import norm_of
 from recnets.models.registry import register_model
+from recnets.ops import dispatch
 from recnets.utils import choose, positive_int
 
 HEADS = ("linear", "hidden")
@@ -20,14 +21,15 @@ HIDDEN_UNITS = 160
 class Stem(nn.Module):
     """3×3 convolution, BN, ReLU; (N, in_channels, H, W) -> (N, c_out, H, W)."""
 
-    def __init__(self, in_channels: int, c_out: int, bias: bool) -> None:
+    def __init__(self, in_channels: int, c_out: int, *, bias: bool = False, backend: str = "auto") -> None:
         super().__init__()
+        self.backend = backend
         self.conv = nn.Conv2d(in_channels, c_out, kernel_size=3, padding=1, bias=bias)
         self.norm = nn.BatchNorm2d(c_out)
         nn.init.kaiming_normal_(self.conv.weight, nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(self.conv(x)))
+        return dispatch.norm_relu(self.conv(x), norm_of(self.norm), backend=self.backend)
 
 
 class RecNet(nn.Module):
@@ -66,7 +68,7 @@ class RecNet(nn.Module):
         self.crc_options = crc_options
 
         widths = [s_i * d_i for s_i, d_i in zip(self.s, self.d, strict=True)]
-        self.stem = Stem(in_channels, widths[0], bias=head == "hidden")
+        self.stem = Stem(in_channels, widths[0], bias=head == "hidden", backend=crc_options.get("backend", "auto"))
         self.stages = nn.ModuleList()
         for i, (s_i, d_i) in enumerate(zip(self.s, self.d, strict=True)):
             following = widths[min(i + 1, len(widths) - 1)]

@@ -1,11 +1,16 @@
-"""The one place that decides which implementation runs a CRC layer.
+"""The one place that decides which implementation runs.
 
 "torch" runs anywhere. "triton" is the fused kernels, and raises where they cannot run, never falls back silently.
-"auto" takes the kernels where they can run and plain PyTorch elsewhere.
+"auto" takes the kernels where they can run and plain PyTorch elsewhere, and says so once in the log.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+import os
+
+import torch
 from torch import Tensor
 
 from recnets.ops import torch as plain
@@ -13,12 +18,75 @@ from recnets.ops.norm import Norm
 from recnets.ops.torch import Recurrence
 
 BACKENDS = ("auto", "torch", "triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's interpreter runs kernels on the CPU, for tests."""
+AVAILABLE = importlib.util.find_spec("triton") is not None and (INTERPRETED or torch.cuda.is_available())
+if AVAILABLE:
+    from recnets.ops.triton import batch_norm as fused_norm
+    from recnets.ops.triton import op as fused
+
+LARGEST_S_OUT = 128
+_log = logging.getLogger("recnets")
+_said: set[str] = set()
 
 
-def check_request(backend: str, r: Recurrence, kernel_x: int, kernel_h: int, s_out: int) -> None:
+def missing_kernel(r: Recurrence, kernel_x: int, kernel_h: int, s_in: int, s_out: int) -> str | None:
+    """Why no fused kernel exists for these settings, or None where one does."""
+    if r.nonlinearity != "separate_bn_relu" or not r.recurrent:
+        return f"the kernels are for the recurrent 'separate_bn_relu', got {r.nonlinearity!r}, recurrent={r.recurrent}"
+    if r.padding_mode != "zeros":
+        return f"the kernels pad with zeros, got padding_mode={r.padding_mode!r}"
+    if kernel_x not in (1, 3) or kernel_h not in (1, 3):
+        return f"the kernels are for sizes 1 and 3, got kernel_x={kernel_x}, kernel_h={kernel_h}"
+    if max(s_in, s_out) > LARGEST_S_OUT:
+        return f"the kernels are for segments of up to {LARGEST_S_OUT} channels, got s_in={s_in}, s_out={s_out}"
+    return None
+
+
+def check_request(backend: str, r: Recurrence, kernel_x: int, kernel_h: int, s_in: int, s_out: int) -> None:
     """Refuse at construction what can never run: an explicit "triton" without a fused kernel for these settings."""
-    if backend == "triton":
-        raise ValueError("backend='triton' is not available in this version; use backend='auto' or 'torch'")
+    if backend != "triton":
+        return
+    reason = missing_kernel(r, kernel_x, kernel_h, s_in, s_out)
+    if reason is None and not AVAILABLE:
+        reason = "the kernels need the package 'triton' and a CUDA device (pip install 'recnets[triton]')"
+    if reason is not None:
+        raise ValueError(f"backend='triton' cannot run here: {reason}; use backend='auto' or 'torch'")
+
+
+def cannot_run(x: Tensor, norm: Norm | None, widest: int) -> str | None:
+    """Why the kernels cannot take this input now, or None where they can. `widest` is the channels of the output."""
+    if not AVAILABLE or not (x.is_cuda or INTERPRETED):
+        return f"the kernels need a CUDA tensor and the package 'triton', got a tensor on {x.device}"
+    if compute_dtype(x) not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the kernels take float32, float16 and bfloat16, got {x.dtype}"
+    if norm is None or norm.weight is None or norm.bias is None:
+        return "the kernels need a norm with weight and bias"
+    if not norm.batch_statistics:
+        return "the training kernels need batch statistics (training mode)"
+    if norm.group is not None:
+        return "the kernels do not synchronise batch statistics over processes"
+    if x.shape[0] * x.shape[2] * x.shape[3] * max(widest, x.shape[1]) >= 2**31:
+        return f"the kernels index with 32 bits, got {x.shape[0] * x.shape[2] * x.shape[3]} pixels of {widest} channels"
+    return None
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a convolution of x computes in: autocast's dtype where that is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _choose(backend: str, reason: str | None) -> bool:
+    """Do the kernels run? Raises for an explicit request that cannot be met."""
+    if backend == "torch" or (reason is not None and backend == "auto"):
+        if backend == "auto" and AVAILABLE and not torch.compiler.is_compiling() and reason not in _said:
+            _said.add(str(reason))
+            _log.info("plain PyTorch runs a CRC layer: %s", reason)
+        return False
+    if reason is not None:
+        raise ValueError(f"backend='triton' cannot run here: {reason}; use backend='auto' or 'torch'")
+    return backend == "triton" or not INTERPRETED  # the interpreter is for those who ask for it
 
 
 def crc(
@@ -32,4 +100,37 @@ def crc(
     backend: str = "auto",
 ) -> Tensor:
     """All hidden states of a CRC layer, (N, d·s_in, H, W) -> (N, d·s_out, H, W)."""
-    return plain.crc(x, weight_x, weight_h, bias, norm, r)
+    s_out, s_in = weight_x.shape[:2]
+    reason = missing_kernel(r, weight_x.shape[-1], weight_h.shape[-1], s_in, s_out) or cannot_run(x, norm, r.d * s_out)
+    if backend == "torch" or not _choose(backend, reason):
+        return plain.crc(x, weight_x, weight_h, bias, norm, r)
+    assert norm is not None
+    assert norm.weight is not None
+    assert norm.bias is not None
+    h, _, sums = fused.crc_train(x.to(compute_dtype(x)), weight_x, weight_h, norm.weight, norm.bias, r.d, norm.eps)
+    _update(sums, norm, x)
+    return h
+
+
+def norm_relu(y: Tensor, norm: Norm, *, backend: str = "auto") -> Tensor:
+    """ReLU(BN(y)) of a whole map, (N, C, H, W) -> the same."""
+    if backend == "torch" or not _choose("auto", cannot_run(y, norm, y.shape[1])):
+        return plain.sigma(y, norm)
+    assert norm.weight is not None
+    assert norm.bias is not None
+    out, sums = fused_norm.norm_relu_train(y, norm.weight, norm.bias, norm.eps)
+    _update(sums, norm, y)
+    return out
+
+
+def _update(sums: Tensor, norm: Norm, x: Tensor) -> None:
+    if norm.mean is not None and norm.var is not None:
+        fused.update_running(sums.detach(), norm.mean, norm.var, x.shape[0] * x.shape[2] * x.shape[3], norm.momentum)
+
+
+def pointwise(x: Tensor, weight: Tensor) -> Tensor:
+    """1×1 convolution by (C_out, C_in, 1, 1): one matrix product where x is in channels-last order."""
+    rows = x.permute(0, 2, 3, 1)
+    if x.is_cuda and rows.is_contiguous():
+        return torch.nn.functional.linear(rows, weight.flatten(1)).permute(0, 3, 1, 2)
+    return torch.nn.functional.conv2d(x, weight)

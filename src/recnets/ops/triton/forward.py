@@ -1,0 +1,178 @@
+"""Training forward of a CRC layer (Eq. 3) as one launch a step.
+
+Pixels are rows: a map (N, C, H, W) in channels-last order is a matrix (M, C), M = N·H·W, and step i owns columns
+i·s .. (i+1)·s. A step's batch normalisation needs the sums over the whole batch, which is a grid-wide dependency,
+and a launch is the cheapest grid-wide barrier under a CUDA graph. So launch i
+
+1. finishes step i-1 for its tile and the halo around it: h_{i-1} = ReLU(BN_{i-1}(z_{i-1})). Tiles overlap in their
+   halos and write the same values there, which spares a second barrier a step;
+2. computes z_i = x_i ⊛ W_x + h_{i-1} ⊛ W_h as an implicit matrix product over the taps, in fp32;
+3. stores z_i and adds its sums and sums of squares.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pack_kernel(w, out, total, CI: tl.constexpr, CO: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr):
+    """(CO, CI, k, k) -> (taps, CI, CO) in the compute dtype, so that a tap's matrix is contiguous."""
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    co = o % CO
+    ci = (o // CO) % CI
+    tap = o // (CO * CI)
+    value = tl.load(w + (co * CI + ci) * TAPS + tap, mask=o < total, other=0.0)
+    tl.store(out + o, value.to(out.dtype.element_ty), mask=o < total)
+
+
+@triton.jit
+def batch_affine(sums, gamma, beta, i, c, M, eps, D: tl.constexpr, SO: tl.constexpr):
+    """BN of step i as z·scale + shift, from the sums over the batch; also 1/sqrt(var + eps) and the mean."""
+    ok = c < SO
+    mean = tl.load(sums + i * SO + c, mask=ok, other=0.0) / M
+    var = tl.load(sums + (D + i) * SO + c, mask=ok, other=0.0) / M - mean * mean
+    rstd = 1.0 / tl.sqrt(tl.maximum(var, 0.0) + eps)
+    scale = tl.load(gamma + i * SO + c, mask=ok, other=0.0).to(tl.float32) * rstd
+    shift = tl.load(beta + i * SO + c, mask=ok, other=0.0).to(tl.float32) - mean * scale
+    return scale, shift, rstd, mean
+
+
+@triton.jit
+def add_sums(sums, parts, i, n, first, second, D: tl.constexpr, SO: tl.constexpr, ATOMIC: tl.constexpr):
+    """Add a program's two sums to step i's; not ATOMIC leaves them as its own part, to be added in a fixed order."""
+    if ATOMIC:
+        tl.atomic_add(sums + i * SO + n, first, mask=n < SO, sem="relaxed")
+        tl.atomic_add(sums + (D + i) * SO + n, second, mask=n < SO, sem="relaxed")
+    else:
+        at = parts + tl.program_id(0) * (2 * SO) + n
+        tl.store(at, first, mask=n < SO)
+        tl.store(at + SO, second, mask=n < SO)
+
+
+@triton.jit
+def activate_rows(
+    z, h, sums, gamma, beta, i, start, stop, M, eps,
+    D: tl.constexpr, SO: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """h_i = ReLU(BN_i(z_i)) for the pixels start .. stop."""
+    c = tl.arange(0, BC)
+    scale, shift, _, _ = batch_affine(sums, gamma, beta, i, c, M, eps, D, SO)
+    for q0 in range(start, stop, BP):
+        q = q0 + tl.arange(0, BP)
+        ok = ((q >= 0) & (q < stop) & (q < M))[:, None] & (c < SO)[None, :]
+        at = q[:, None] * (D * SO) + i * SO + c[None, :]
+        value = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
+        value = tl.maximum(value * scale[None, :] + shift[None, :], 0.0)
+        tl.store(h + at, value.to(h.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def conv_rows(
+    acc, a, w, p, py, px, valid, n, stride, column, sign,
+    CA: tl.constexpr, CO: tl.constexpr, K: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    BK: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc (BM, BN) += Σ_taps a[p + sign·tap] · w[tap], `a` a matrix of pixels whose segment starts at `column`.
+
+    w is packed (taps, CI, CO). TRANSPOSED takes a tap's matrix as (CO, CI), which with sign = -1 is the gradient.
+    """
+    k = tl.arange(0, BK)
+    for tap in range(K * K):
+        dy = sign * (tap // K - K // 2)
+        dx = sign * (tap % K - K // 2)
+        ok = valid & (py + dy >= 0) & (py + dy < H) & (px + dx >= 0) & (px + dx < W)
+        row = (p + dy * W + dx) * stride + column
+        for k0 in tl.static_range(0, CA, BK):
+            part = tl.load(a + row[:, None] + (k0 + k)[None, :], mask=ok[:, None] & (k0 + k < CA)[None, :], other=0.0)
+            if TRANSPOSED:
+                at = (tap * CO + n[:, None]) * CA + (k0 + k)[None, :]
+                matrix = tl.trans(tl.load(w + at, mask=(n < CO)[:, None] & (k0 + k < CA)[None, :], other=0.0))
+            else:
+                at = (tap * CA + k0 + k[:, None]) * CO + n[None, :]
+                matrix = tl.load(w + at, mask=(k0 + k < CA)[:, None] & (n < CO)[None, :], other=0.0)
+            acc = tl.dot(part, matrix, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def conv_rows_packed(
+    acc, a, w, p, py, px, valid, n, stride, column,
+    CA: tl.constexpr, CO: tl.constexpr, K: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    TAPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`conv_rows` for segments narrower than a tensor core's 16: TAPS taps side by side fill one product."""
+    k = tl.arange(0, 16)
+    ci = k % (16 // TAPS)
+    for t0 in range(0, K * K, TAPS):
+        tap = t0 + k // (16 // TAPS)
+        dy = tap // K - K // 2
+        dx = tap % K - K // 2
+        y = py[:, None] + dy[None, :]
+        x = px[:, None] + dx[None, :]
+        real = (tap < K * K) & (ci < CA)
+        ok = valid[:, None] & (y >= 0) & (y < H) & (x >= 0) & (x < W) & real[None, :]
+        part = tl.load(a + (p[:, None] + (dy * W + dx)[None, :]) * stride + column + ci[None, :], mask=ok, other=0.0)
+        at = (tap * CA + ci)[:, None] * CO + n[None, :]
+        matrix = tl.load(w + at, mask=real[:, None] & (n < CO)[None, :], other=0.0)
+        acc = tl.dot(part, matrix, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["i", "M"])
+def forward_step_kernel(
+    x, wx, wh, gamma, beta, z, h, sums, parts, i, M, eps,
+    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, SI: tl.constexpr, SO: tl.constexpr,
+    KX: tl.constexpr, KH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BKX: tl.constexpr, BKH: tl.constexpr,
+    TAPS: tl.constexpr, HALO: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr,
+    ATOMIC: tl.constexpr,
+):  # fmt: skip
+    """Launch i of the forward pass; see the head of this file."""
+    first = tl.program_id(0) * BM
+    if i > 0:
+        activate_rows(z, h, sums, gamma, beta, i - 1, first - HALO, first + BM + HALO, M, eps, D, SO, BC, BP)
+        tl.debug_barrier()
+    p = first + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    valid = p < M
+    px = p % W
+    py = (p // W) % H
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    if TAPS > 1:
+        acc = conv_rows_packed(acc, x, wx, p, py, px, valid, n, D * SI, i * SI, SI, SO, KX, H, W, TAPS, PRECISION)
+    else:
+        acc = conv_rows(acc, x, wx, p, py, px, valid, n, D * SI, i * SI, 1, SI, SO, KX, H, W, BKX, False, PRECISION)
+    if i > 0:
+        acc = conv_rows(
+            acc, h, wh, p, py, px, valid, n, D * SO, (i - 1) * SO, 1, SO, SO, KH, H, W, BKH, False, PRECISION
+        )
+    ok = n < SO
+    tl.store(
+        z + p[:, None] * (D * SO) + i * SO + n[None, :], acc.to(z.dtype.element_ty), mask=valid[:, None] & ok[None, :]
+    )
+    add_sums(sums, parts, i, n, tl.sum(acc, 0), tl.sum(acc * acc, 0), D, SO, ATOMIC)
+
+
+@triton.jit(do_not_specialize=["i", "M"])
+def activate_kernel(
+    z, h, sums, gamma, beta, i, M, eps, D: tl.constexpr, SO: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr,
+    BP: tl.constexpr,
+):  # fmt: skip
+    """h_i from z_i for the last step, which no launch follows."""
+    first = tl.program_id(0) * BM
+    activate_rows(z, h, sums, gamma, beta, i, first, first + BM, M, eps, D, SO, BC, BP)
+
+
+@triton.jit(do_not_specialize=["M"])
+def running_kernel(sums, mean, var, momentum, M, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Move the running statistics of all d steps towards those of the batch, as torch's BN does."""
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = c < C
+    batch_mean = tl.load(sums + c, mask=ok, other=0.0) / M
+    batch_var = tl.maximum(tl.load(sums + C + c, mask=ok, other=0.0) / M - batch_mean * batch_mean, 0.0)
+    batch_var = batch_var * (M / tl.maximum(M - 1.0, 1.0))
+    old_mean = tl.load(mean + c, mask=ok, other=0.0)
+    old_var = tl.load(var + c, mask=ok, other=0.0)
+    tl.store(mean + c, old_mean + momentum * (batch_mean - old_mean), mask=ok)
+    tl.store(var + c, old_var + momentum * (batch_var - old_var), mask=ok)

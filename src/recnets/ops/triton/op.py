@@ -1,0 +1,229 @@
+"""The fused CRC layer as PyTorch operators: `crc_train`, differentiable, and the update of running statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from recnets.ops.triton import backward as bwd
+from recnets.ops.triton import forward as fwd
+from recnets.ops.triton.tiles import grad_parts, step_tiles
+
+ELEMENTWISE = 1024
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """(N, C, H, W) -> (N, H, W, C) contiguous; a view where x is in channels-last order already."""
+    return x.permute(0, 2, 3, 1).contiguous()
+
+
+def map_of(rows: Tensor) -> Tensor:
+    """The inverse of `rows_of`, a view."""
+    return rows.permute(0, 3, 1, 2)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """fp32 means fp32 unless the user allowed tf32 for convolutions, as in PyTorch."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+def _block(channels: int, largest: int = 64) -> int:
+    """How many channels one product takes: a power of two of at least 16 that divides where it can."""
+    power = 16
+    while power < largest and channels % (2 * power) == 0:
+        power *= 2
+    return power if channels >= 16 else 16
+
+
+def _pack(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """(c_out, c_in, k, k) -> (k·k, c_in, c_out) in the compute dtype."""
+    c_out, c_in, k, _ = weight.shape
+    packed = torch.empty(k * k, c_in, c_out, dtype=dtype, device=weight.device)
+    grid = (triton.cdiv(packed.numel(), ELEMENTWISE),)
+    fwd.pack_kernel[grid](weight.contiguous(), packed, packed.numel(), c_in, c_out, k * k, ELEMENTWISE)
+    return packed
+
+
+def _halo(kernel: int, tile: int, height: int, width: int) -> int:
+    """Pixels before and after a tile that a step reads; none where tiles are whole images."""
+    return 0 if kernel == 1 or tile % (height * width) == 0 else width + 1
+
+
+def rows_block(channels: int) -> tuple[int, int]:
+    """(channels padded to a power of two, pixels at a time) for the elementwise parts."""
+    padded = triton.next_power_of_2(channels)
+    return padded, max(1, 4096 // padded)
+
+
+class Sums:
+    """Two sums a channel and step: added atomically, or in a fixed order where determinism is asked for."""
+
+    def __init__(self, d: int, s_out: int, programs: int, device: torch.device) -> None:
+        self.atomic = not torch.are_deterministic_algorithms_enabled()
+        self.total = torch.zeros(2, d, s_out, dtype=torch.float32, device=device)
+        self.parts = self.total if self.atomic else torch.empty(programs, 2, s_out, device=device)
+
+    def finish(self, i: int) -> None:
+        """After launch i: add the programs' parts, if they were kept apart."""
+        if not self.atomic:
+            self.total[:, i] = self.parts.sum(0)
+
+
+@torch.library.custom_op("recnets::crc_train", mutates_args=())
+def crc_train(
+    x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, d: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Eq. 3 with batch statistics: (hidden states, pre-activations, sums).
+
+    x (N, d·s_in, H, W) -> h and z (N, d·s_out, H, W) in channels-last order and sums (2, d, s_out): Σz and Σz².
+    """
+    rows = rows_of(x)
+    n, height, width, _ = rows.shape
+    s_out, s_in, kernel_x, _ = weight_x.shape
+    kernel_h = weight_h.shape[-1]
+    pixels = n * height * width
+    z = torch.empty(n, height, width, d * s_out, dtype=x.dtype, device=x.device)
+    h = torch.empty_like(z)
+    wx, wh = _pack(weight_x, x.dtype), _pack(weight_h, x.dtype)
+    gamma, beta = gamma.contiguous(), beta.contiguous()
+    tiles = step_tiles("forward", pixels, s_out, x.device, x.element_size())
+    grid = (triton.cdiv(pixels, tiles.bm), triton.cdiv(s_out, tiles.bn))
+    sums = Sums(d, s_out, grid[0], x.device)
+    padded, block = rows_block(s_out)
+    taps = 16 // triton.next_power_of_2(s_in) if s_in <= 8 and kernel_x > 1 else 1
+    for i in range(d):
+        fwd.forward_step_kernel[grid](
+            rows, wx, wh, gamma, beta, z, h, sums.total, sums.parts, i, pixels, eps,
+            height, width, d, s_in, s_out, kernel_x, kernel_h,
+            BM=tiles.bm, BN=tiles.bn, BKX=_block(s_in), BKH=_block(s_out), TAPS=taps,
+            HALO=_halo(kernel_h, tiles.bm, height, width), BC=padded, BP=block,
+            PRECISION=_precision(x.dtype), ATOMIC=sums.atomic, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+        sums.finish(i)
+    fwd.activate_kernel[(triton.cdiv(pixels, block),)](
+        z, h, sums.total, gamma, beta, d - 1, pixels, eps, d, s_out, padded, block, block
+    )
+    return map_of(h), map_of(z), sums.total
+
+
+@crc_train.register_fake
+def _(
+    x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, d: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, _, height, width = x.shape
+    s_out = weight_x.shape[0]
+    h = map_of(x.new_empty(n, height, width, d * s_out))
+    return h, torch.empty_like(h), x.new_empty(2, d, s_out, dtype=torch.float32)
+
+
+@torch.library.custom_op("recnets::crc_train_backward", mutates_args=())
+def crc_train_backward(
+    dh: Tensor, x: Tensor, h: Tensor, z: Tensor, sums: Tensor, weight_x: Tensor, weight_h: Tensor,
+    gamma: Tensor, beta: Tensor, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, W_x, W_h, and of (β, γ) as (2, d, s_out), from the gradient of the hidden states."""
+    rows, dh, h, z = rows_of(x), rows_of(dh), rows_of(h), rows_of(z)
+    n, height, width, _ = rows.shape
+    _, d, s_out = sums.shape
+    s_in, kernel_x, kernel_h = weight_x.shape[1], weight_x.shape[-1], weight_h.shape[-1]
+    pixels = n * height * width
+    wx, wh = _pack(weight_x, x.dtype), _pack(weight_h, x.dtype)
+    gamma, beta = gamma.contiguous(), beta.contiguous()
+    tiles = step_tiles("backward", pixels, s_out, x.device, x.element_size())
+    grid = (triton.cdiv(pixels, tiles.bm), triton.cdiv(s_out, tiles.bn))
+    gsums = Sums(d, s_out, grid[0], x.device)
+    padded, block = rows_block(s_out)
+    g = torch.empty(2, pixels, s_out, dtype=x.dtype, device=x.device)
+    dz = torch.empty_like(z)
+    precision = _precision(x.dtype)
+    for i in reversed(range(d)):
+        bwd.backward_step_kernel[grid](
+            dh, wh, gamma, beta, z, sums, g[(i + 1) % 2], g[i % 2], dz, gsums.total, gsums.parts, i, pixels, eps,
+            height, width, d, s_out, kernel_h,
+            BM=tiles.bm, BN=tiles.bn, BKH=_block(s_out), HALO=_halo(kernel_h, tiles.bm, height, width),
+            BC=padded, BP=block, PRECISION=precision, ATOMIC=gsums.atomic,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+        gsums.finish(i)
+    bwd.norm_grad_kernel[(triton.cdiv(pixels, block),)](
+        g[0], z, dz, sums, gsums.total, gamma, beta, pixels, eps, d, s_out, padded, block, block
+    )
+    dx = torch.empty_like(rows)
+    tiles = step_tiles("input", pixels * d, max(16, triton.next_power_of_2(s_in)), x.device, x.element_size())
+    bwd.input_grad_kernel[(triton.cdiv(pixels, tiles.bm), d)](
+        dz, wx, dx, pixels, height, width, d, s_in, s_out, kernel_x,
+        BM=tiles.bm, BN=max(16, triton.next_power_of_2(s_in)), BK=_block(s_out), PRECISION=precision,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    dwx = _weight_grad(rows, dz, weight_x, d, lag=0)
+    dwh = _weight_grad(h, dz, weight_h, d, lag=1)
+    return map_of(dx), dwx, dwh, gsums.total
+
+
+def _weight_grad(a: Tensor, dz: Tensor, weight: Tensor, d: int, lag: int) -> Tensor:
+    """dW of a convolution whose input at step i is a_{i-lag} (N, H, W, d·c) and whose output gradient is dz_i."""
+    s_out, channels, kernel, _ = weight.shape
+    n, height, width, _ = a.shape
+    if d == lag:
+        return torch.zeros_like(weight)
+    small = a.element_size() < 4
+    bo = min(128 if small else 64, max(16, triton.next_power_of_2(s_out)))
+    bn = min(128 if small else 64, max(16, triton.next_power_of_2(kernel * channels)))
+    bp = 64 if small else 32
+    pixels = n * height * width
+    columns = kernel * triton.cdiv(kernel * channels, bn)
+    out_blocks = triton.cdiv(s_out, bo)
+    chunks, each, count = grad_parts(pixels, d - lag, columns * out_blocks, bp, a.device)
+    parts = torch.empty(count, kernel * kernel, channels, s_out, dtype=torch.float32, device=a.device)
+    bwd.weight_grad_kernel[(count, columns, out_blocks)](
+        a, dz, parts, pixels, chunks, each, height, width, d, channels, s_out, kernel, lag,
+        BO=bo, BN=bn, BP=bp, PRECISION=_precision(a.dtype), num_warps=8 if bo * bn >= 128 * 64 else 4, num_stages=3,
+    )  # fmt: skip
+    grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    grid = (triton.cdiv(grad.numel(), 256),)
+    bwd.weight_sum_kernel[grid](parts, grad, count, channels, s_out, kernel * kernel, 256)
+    return grad
+
+
+@crc_train_backward.register_fake
+def _(
+    dh: Tensor, x: Tensor, h: Tensor, z: Tensor, sums: Tensor, weight_x: Tensor, weight_h: Tensor,
+    gamma: Tensor, beta: Tensor, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    n, channels, height, width = x.shape
+    dx = map_of(x.new_empty(n, height, width, channels))
+    plain = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in (weight_x, weight_h)]
+    return dx, plain[0], plain[1], torch.empty_like(sums)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight_x, weight_h, gamma, beta, _, eps = inputs
+    ctx.mark_non_differentiable(output[1], output[2])
+    ctx.save_for_backward(x, *output, weight_x, weight_h, gamma, beta)
+    ctx.eps = eps
+
+
+def _backward(ctx: Any, dh: Tensor, dz: Tensor, dsums: Tensor) -> tuple[Tensor | None, ...]:
+    x, h, z, sums, weight_x, weight_h, gamma, beta = ctx.saved_tensors
+    dx, dwx, dwh, dnorm = crc_train_backward(dh, x, h, z, sums, weight_x, weight_h, gamma, beta, ctx.eps)
+    dbeta, dgamma = dnorm.flatten(1).to(gamma.dtype)
+    return dx, dwx, dwh, dgamma, dbeta, None, None
+
+
+crc_train.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("recnets::update_running", mutates_args=("mean", "var"))
+def update_running(sums: Tensor, mean: Tensor, var: Tensor, pixels: int, momentum: float) -> None:
+    """Move running statistics, (d·s_out) each, towards the batch's sums (2, d, s_out) over `pixels` pixels."""
+    channels = mean.numel()
+    grid = (triton.cdiv(channels, ELEMENTWISE),)
+    fwd.running_kernel[grid](sums, mean, var, momentum, pixels, channels, ELEMENTWISE)
+
+
+@update_running.register_fake
+def _(sums: Tensor, mean: Tensor, var: Tensor, pixels: int, momentum: float) -> None:
+    return None
