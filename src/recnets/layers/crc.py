@@ -151,7 +151,7 @@ class CRC(nn.Module):
         """The same layer evaluated by Eq. 5, without a recursion.
 
         Exact on the whole map with padding_mode="circular". With "zeros" it is exact only at least
-        `recnets.ops.parallel.border(kernel_x, kernel_h, d)` pixels from the edge: 'same' zero padding drops, at each
+        `recnets.ops.parallel.border(kernel_h, d)` pixels from the edge: 'same' zero padding drops, at each
         step, what a composed kernel would still see outside the image. In training mode the BN statistics are
         taken over the whole map, so there it is exact with circular padding only.
         """

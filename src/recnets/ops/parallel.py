@@ -3,7 +3,7 @@
 h_i = Σ_j x_j ⊛ (W_x ⊛ W_h^{⊛(i-j)}) + Σ_j b ⊛ W_h^{⊛j}. Composition is exact where a composed kernel sees what the
 steps saw: everywhere with circular padding. With zero padding each step of the recursion drops what lies outside
 the image, a composed kernel does not see that dropping, and the two agree only on the interior, at least
-`border(d)` pixels from the edge.
+`border(kernel_h, d)` pixels from the edge.
 """
 
 from __future__ import annotations
@@ -36,9 +36,13 @@ def compose_biases(bias: Tensor, weight_h: Tensor, d: int) -> list[Tensor]:
     return biases
 
 
-def border(kernel_x: int, kernel_h: int, d: int) -> int:
-    """With zero padding the composed form is exact this many pixels from the edge."""
-    return kernel_x // 2 + (d - 1) * (kernel_h // 2)
+def border(kernel_h: int, d: int) -> int:
+    """With zero padding the composed form is exact from this many pixels off the edge on.
+
+    Only states outside the image are dropped, and one travels kernel_h // 2 pixels a step, d - 1 times at most; the
+    size of W_x does not matter, both forms read zeros for x outside.
+    """
+    return (d - 1) * (kernel_h // 2)
 
 
 def _pad(x: Tensor, radius: int, padding_mode: str) -> Tensor:
