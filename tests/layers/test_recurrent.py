@@ -1,0 +1,199 @@
+"""The Recurrent module: one result in every mode, and no wide tensor where it streams."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from recnets.layers import MODES, NONLINEARITIES, Recurrent
+
+KERNELS = [(3, 3), (3, 1), (1, 3), (5, 3)]
+SHAPES = [(1, 3, 2, 4, 2, 5, 3), (3, 1, 4, 5, 1, 4, 7), (7, 2, 3, 1, 2, 2, 3)]  # d, s_in, s_out, c_out, N, H, W
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("recurrent", [True, False], ids=["recurrent", "grouped"])
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: f"{k[0]}x{k[1]}")
+@pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+def test_every_mode_against_naive(nonlinearity, kernels, recurrent, training, randomise, compare):
+    options = {"nonlinearity": nonlinearity, "kernel_x": kernels[0], "kernel_h": kernels[1], "recurrent": recurrent}
+    for d, s_in, s_out, c_out, n, height, width in SHAPES:
+        module = randomise(Recurrent(s_in, s_out, c_out, d, **options)).train(training)
+        x = torch.randn(n, d * s_in, height, width, dtype=torch.float64)
+        for mode in MODES:
+            module.mode = mode
+            compare(copy.deepcopy(module), x)
+
+
+@pytest.mark.parametrize("padding_mode", ["circular", "reflect", "replicate"])
+def test_padding_modes(padding_mode, randomise, compare):
+    module = randomise(Recurrent(2, 3, 4, 3, padding_mode=padding_mode))
+    for mode in MODES:
+        module.mode = mode
+        compare(copy.deepcopy(module).eval(), torch.randn(2, 6, 4, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+def test_running_statistics_after_training(nonlinearity, mode, randomise, make_spec):
+    """With gradients and without (statistics may be gathered in a pass that trains nothing)."""
+    module = randomise(Recurrent(2, 3, 4, 3, nonlinearity=nonlinearity, mode=mode))
+    spec = make_spec(module)
+    for step in range(1, 5):
+        x = torch.randn(2, 6, 4, 3, dtype=torch.float64)
+        with torch.set_grad_enabled(step % 2 == 0):
+            module(x)
+        spec(x)
+        assert module.transition.norm.num_batches_tracked.item() == step
+        if module.crc.norm is not None:
+            calls = 3 if nonlinearity == "shared_bn_relu" else 1
+            assert module.crc.norm.num_batches_tracked.item() == step * calls
+    spec.compare_tensors()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}], ids=str)
+def test_replaced_norms(options, mode):
+    """Norms without weights or without running statistics mean the same in every mode."""
+    x = torch.randn(2, 6, 4, 4, dtype=torch.float64)
+    reference = Recurrent(2, 3, 4, 3, mode="concat").double()
+    module = Recurrent(2, 3, 4, 3, mode=mode).double()
+    module.load_state_dict(reference.state_dict())
+    for m in (reference, module):
+        m.crc.norm = nn.BatchNorm2d(9, **options).double()
+        m.transition.norm = nn.BatchNorm2d(4, **options).double()
+    for training in (True, False):
+        with torch.no_grad():
+            out = module.train(training)(x)
+        torch.testing.assert_close(out, reference.train(training)(x), rtol=1e-10, atol=1e-10)
+
+
+# What streaming promises.
+
+
+class Allocations(TorchDispatchMode):
+    """Records, for every operation, the largest new storage in elements."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known = {t.untyped_storage().data_ptr() for t in known}
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+D, S_IN, S_OUT, C_OUT, N, SIDE = 10, 2, 8, 16, 2, 12
+STATE = N * S_OUT * SIDE * SIDE
+WIDE = D * STATE
+
+
+def largest_allocation(module, x):
+    with Allocations(x, *module.parameters(), *module.buffers()) as allocations:
+        module(x)
+    return allocations.largest
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize(
+    "options",
+    [{"nonlinearity": n} for n in NONLINEARITIES]
+    + [{"kernel_h": 1}, {"recurrent": False}, {"padding_mode": "circular"}, {"nonlinearity": "linear", "kernel_x": 1}],
+    ids=str,
+)
+def test_streaming_never_allocates_the_hidden_states(options, training, memory_format):
+    """Nothing larger than the output and a padded state with its input segment: far from d·s_out channels."""
+    module = Recurrent(S_IN, S_OUT, C_OUT, D, **options).train(training)
+    x = torch.randn(N, D * S_IN, SIDE, SIDE).to(memory_format=memory_format)
+    bound = max(N * C_OUT * SIDE**2, N * (S_IN + S_OUT) * (SIDE + 2) ** 2)
+    assert bound < WIDE / 2
+    with torch.no_grad():
+        assert largest_allocation(module, x) <= bound
+        module.mode = "concat"
+        assert largest_allocation(module, x) >= WIDE  # so the bound above means something
+
+
+def frozen(module):
+    return module.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "x_needs_grad", "context", "streams"),
+    [
+        (None, False, torch.enable_grad, False),
+        (None, False, torch.no_grad, True),
+        (None, True, torch.no_grad, True),
+        (None, False, torch.inference_mode, True),
+        (frozen, False, torch.enable_grad, True),
+        (frozen, True, torch.enable_grad, False),
+        (lambda m: frozen(m).transition.norm.bias.requires_grad_(True), False, torch.enable_grad, False),
+    ],
+)
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_auto_streams_when_no_gradient_is_needed(prepare, x_needs_grad, context, streams, training):
+    module = Recurrent(S_IN, S_OUT, C_OUT, D).train(training)
+    if prepare:
+        prepare(module)
+    x = torch.randn(N, D * S_IN, SIDE, SIDE, requires_grad=x_needs_grad)
+    with context():
+        assert (largest_allocation(module, x) < WIDE) == streams
+
+
+# Other number formats.
+
+
+@pytest.mark.parametrize("mode", ["concat", "stream"])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+def test_half_precision_and_autocast(nonlinearity, dtype, training, mode, randomise):
+    module = randomise(Recurrent(3, 4, 5, 3, nonlinearity=nonlinearity, mode=mode)).train(training)
+    x = torch.randn(2, 9, 6, 5, dtype=torch.float64)
+    expected = module(x).detach()
+    half, single = copy.deepcopy(module).to(dtype), copy.deepcopy(module).float()
+    bound = 0.1 if dtype == torch.bfloat16 else 0.02
+
+    def check(out):
+        assert out.dtype == dtype
+        error = (out.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        assert error < bound, error
+
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            check(half(x.to(dtype)))
+            with torch.autocast("cpu", dtype=dtype):
+                check(single(x.float()))
+
+
+@pytest.mark.parametrize("mode", ["concat", "stream"])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_channels_last(mode, training, randomise, compare):
+    module = randomise(Recurrent(2, 3, 4, 3, mode=mode)).train(training).to(memory_format=torch.channels_last)
+    compare(module, torch.randn(2, 6, 5, 4, dtype=torch.float64).to(memory_format=torch.channels_last))
+
+
+def test_input_that_is_a_view(randomise, compare):
+    module = randomise(Recurrent(2, 3, 4, 3)).eval()
+    compare(module, torch.randn(2, 8, 9, 5, dtype=torch.float64)[:, 1:7, ::2])
+
+
+def test_wrong_use():
+    with pytest.raises(ValueError, match="mode must be one of 'auto', 'concat', 'stream', got 'streem'; did you mean"):
+        Recurrent(2, 3, 4, 3, mode="streem")
+    with pytest.raises(ValueError, match="c_out must be at least 1, got 0"):
+        Recurrent(2, 3, 0, 3)
+    with pytest.raises(ValueError, match="kernel_h must be odd"):
+        Recurrent(2, 3, 4, 3, kernel_h=2)
+    with pytest.raises(TypeError, match="stride"):
+        Recurrent(2, 3, 4, 3, stride=2)
+    for mode in MODES:
+        with pytest.raises(ValueError, match="expects 6 channels, got 5"):
+            Recurrent(2, 3, 4, 3, mode=mode)(torch.zeros(1, 5, 4, 4))
