@@ -1,0 +1,141 @@
+"""The folder of a run: what is in it, who may write to it, and how it is read again.
+
+config.toml       everything resolved: recipe, options, versions, device, commit, one entry a session
+metrics.jsonl     one line an epoch
+checkpoint.pt     the trainer's private state, for --resume
+last.safetensors  the weights of the last epoch; best.safetensors where a validation split chose one
+summary.json, report.html  once the run has ended
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from recnets.errors import RecNetsError
+from recnets.training.recipe import Recipe, recipe_from_dict
+from recnets.utils import atomic_write
+
+
+def to_toml(values: Mapping[str, Any], prefix: str = "") -> str:
+    """TOML of nested plain values; None is left out, as TOML has no word for it."""
+    lines, tables = [], []
+    for key, value in values.items():
+        name = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(value, Mapping):
+            tables.append(f"\n[{path}]\n{to_toml(value, path)}")
+        elif isinstance(value, Sequence) and value and all(isinstance(v, Mapping) for v in value):
+            tables += [f"\n[[{path}]]\n{to_toml(item, path)}" for item in value]
+        elif value is not None:
+            lines.append(f"{name} = {_toml_value(value)}\n")
+    return "".join(lines) + "".join(tables)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # nan, inf, -inf are TOML's words too
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+    # JSON's escapes are TOML's, but for characters outside the BMP, which JSON would write as two surrogates.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def default_run_path(recipe: Recipe, root: Path = Path("runs")) -> Path:
+    """runs/DATE-TIME-MODEL-DATA, not taken yet."""
+    data = recipe.data.removeprefix("folder:").rstrip("/").split("/")[-1]
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{recipe.model} {data}").strip("-").lower()
+    path = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}"
+    count = 1
+    while path.exists():
+        count += 1
+        path = path.with_name(f"{path.name.removesuffix(f'-{count - 1}')}-{count}")
+    return path
+
+
+class RunFolder:
+    """A run's files. Use `claim` before writing: it makes the folder and keeps other processes out."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.toml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoint = self.path / "checkpoint.pt"
+        self.last = self.path / "last.safetensors"
+        self.best = self.path / "best.safetensors"
+        self.summary = self.path / "summary.json"
+        self.report = self.path / "report.html"
+        self._lock: IO[str] | None = None
+
+    @property
+    def holds_run(self) -> bool:
+        return self.config.exists() or self.checkpoint.exists()
+
+    def claim(self) -> None:
+        """Make the folder, lock it until `release` or the end of the process, and sweep what a kill left behind."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held open: that is the lock)
+        except OSError as error:
+            raise RecNetsError(f"cannot write to the run folder {self.path}: {error.strerror or error}") from error
+        try:
+            import fcntl
+        except ImportError:  # Windows: no lock, but all else works
+            pass
+        else:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                self._lock.close()
+                self._lock = None
+                raise RecNetsError(f"another process is training in {self.path}") from error
+        for leftover in self.path.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def read_config(self) -> dict[str, Any]:
+        try:
+            return tomllib.loads(self.config.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise RecNetsError(
+                f"{self.path} holds no run to resume (no config.toml); start one with --out {self.path}"
+            ) from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise RecNetsError(f"{self.config} cannot be read: {error}") from error
+
+    def read_recipe(self) -> Recipe:
+        """The recipe that the run was started with."""
+        return recipe_from_dict(self.read_config().get("recipe", {}), source=str(self.config))
+
+    def write_config(self, recipe: Recipe, session: Mapping[str, Any]) -> None:
+        """The recipe, and `session` (when, where, how) added to those before it."""
+        sessions = list(self.read_config().get("session", [])) if self.config.exists() else []
+        values = {"recipe": recipe.to_dict(), "session": [*sessions, dict(session)]}
+        atomic_write(self.config, "# Written by recnet train; --resume reads it.\n" + to_toml(values))
+
+    def rewrite_metrics(self, history: Sequence[Mapping[str, Any]]) -> None:
+        """metrics.jsonl as the checkpoint knows it: what was written after it will be trained again."""
+        atomic_write(self.metrics, "".join(json.dumps(row) + "\n" for row in history))
+
+    def add_metrics(self, row: Mapping[str, Any]) -> None:
+        try:
+            with open(self.metrics, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise RecNetsError(f"cannot write {self.metrics}: {error.strerror or error}") from error

@@ -1,0 +1,170 @@
+"""From a recipe and a data set to the objects that train: model, loader, step, evaluators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recnets.data import Augment, DataSet, EpochLoader
+from recnets.errors import RecNetsError
+from recnets.layers import convert_sync_batchnorm
+from recnets.models import create_model
+from recnets.training.distill import load_teacher
+from recnets.training.distributed import Processes
+from recnets.training.ema import WeightAverage
+from recnets.training.evaluate import Evaluator
+from recnets.training.mix import Mixer
+from recnets.training.objective import Objective
+from recnets.training.options import RunOptions
+from recnets.training.recipe import Recipe
+from recnets.training.step import TrainStep, make_optimizer
+
+
+@dataclass
+class Session:
+    """All that a run works with."""
+
+    recipe: Recipe
+    options: RunOptions
+    data: DataSet
+    device: torch.device
+    processes: Processes
+    model: nn.Module
+    loader: EpochLoader
+    step: TrainStep
+    mixer: Mixer | None
+    test: Evaluator
+    val: Evaluator | None
+
+    @property
+    def judged(self) -> nn.Module:
+        """The weights that are evaluated and saved: their average, where there is one."""
+        return self.model if self.step.average is None else self.step.average.model
+
+
+def build_session(
+    recipe: Recipe, options: RunOptions, data: DataSet, device: torch.device, processes: Processes
+) -> Session:
+    """Everything fresh and seeded; the same on every process."""
+    _set_precision(recipe, device)
+    torch.manual_seed(recipe.seed)
+    model = build_model(recipe, options, data).to(device).train()
+    if recipe.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if recipe.sync_batchnorm:
+        model = convert_sync_batchnorm(model)
+    loader = _build_loader(recipe, data, device, processes)
+    average = WeightAverage(model, recipe.ema) if recipe.ema > 0 else None
+    teacher = load_teacher(recipe.teacher, data, device) if recipe.teacher is not None else None
+    step = TrainStep(
+        model,
+        make_optimizer(
+            model,
+            lr=recipe.lr,
+            momentum=recipe.momentum,
+            nesterov=recipe.nesterov,
+            dampening=recipe.dampening,
+            weight_decay=recipe.weight_decay,
+            decay=recipe.decay,
+            device=device,
+        ),
+        Objective(recipe.label_smoothing, teacher, recipe.distill_weight, recipe.distill_temperature),
+        loader.normalise,
+        forward=_wrap(model, recipe, options, device, processes),
+        device=device,
+        bf16=recipe.precision == "bf16",
+        channels_last=recipe.channels_last,
+        average=average,
+        world=processes.world,
+        graph=_use_graph(options, device, processes),
+    )
+    mixed = recipe.mixup > 0 or recipe.cutmix > 0
+    mixer = Mixer(recipe.mixup, recipe.cutmix, data.image_size, recipe.seed) if mixed else None
+
+    def evaluator(split_name: str) -> Evaluator:
+        return Evaluator(
+            getattr(data, split_name),
+            data.num_classes,
+            mean=data.mean,
+            std=data.std,
+            device=device,
+            batch_size=options.eval_batch,
+            bf16=recipe.precision == "bf16",
+            channels_last=recipe.channels_last,
+            processes=processes,
+        )
+
+    val = evaluator("val") if data.val is not None else None
+    return Session(recipe, options, data, device, processes, model, loader, step, mixer, evaluator("test"), val)
+
+
+def build_model(recipe: Recipe, options: RunOptions, data: DataSet) -> nn.Module:
+    """The model for this data; a wrong name or option is a clear error."""
+    overrides: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in recipe.model_options.items()}
+    if options.backend != "auto":
+        overrides["backend"] = options.backend
+    try:
+        return create_model(recipe.model, num_classes=data.num_classes, in_channels=data.in_channels, **overrides)
+    except (TypeError, ValueError) as error:
+        if overrides and isinstance(error, TypeError):
+            raise RecNetsError(f"{recipe.model} cannot be built with {overrides}: {error}") from error
+        raise RecNetsError(str(error)) from error
+
+
+def _build_loader(recipe: Recipe, data: DataSet, device: torch.device, processes: Processes) -> EpochLoader:
+    last = len(data.train) % recipe.batch_size or recipe.batch_size
+    if min(last, recipe.batch_size) < processes.world:
+        raise RecNetsError(
+            f"with batches of {recipe.batch_size}, the last one of {len(data.train)} images has {last}: fewer than "
+            f"the {processes.world} processes; choose another batch_size"
+        )
+    return EpochLoader(
+        data.train,
+        recipe.batch_size,
+        mean=data.mean,
+        std=data.std,
+        augment=Augment(recipe.pad, recipe.flip),
+        seed=recipe.seed,
+        device=device,
+        shuffle=True,
+        rank=processes.rank,
+        world=processes.world,
+    )
+
+
+def _wrap(
+    model: nn.Module, recipe: Recipe, options: RunOptions, device: torch.device, processes: Processes
+) -> Callable[[Tensor], Tensor]:
+    """For several processes and for torch.compile; the plain model stays what is saved."""
+    forward: nn.Module = model
+    if processes.world > 1:
+        forward = nn.parallel.DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            # Synchronised statistics are the same everywhere already.
+            broadcast_buffers=not recipe.sync_batchnorm,
+        )
+    if options.compile:
+        # An epoch has two batch sizes at most: two compilations, and no symbolic shapes.
+        return torch.compile(forward, dynamic=False)
+    return forward
+
+
+def _use_graph(options: RunOptions, device: torch.device, processes: Processes) -> bool:
+    possible = device.type == "cuda" and processes.world == 1
+    if options.graph == "on" and not possible:
+        raise RecNetsError("--graph on needs one process on a CUDA device; use --graph auto")
+    return possible and options.graph != "off"
+
+
+def _set_precision(recipe: Recipe, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    fast = recipe.precision != "fp32"  # torch's default for convolutions would be tf32
+    torch.backends.cuda.matmul.allow_tf32 = fast
+    torch.backends.cudnn.allow_tf32 = fast
+    torch.backends.cudnn.benchmark = True  # shapes are fixed

@@ -1,0 +1,252 @@
+"""`train`: a run from its recipe to its summary, or from its checkpoint on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from recnets.data import DataSet, load_dataset
+from recnets.errors import RecNetsError
+from recnets.training.checkpoint import Position, check_same_run, fingerprint, load_checkpoint, restore
+from recnets.training.distributed import Processes, choose_device, device_name, join_processes, leave_processes
+from recnets.training.loop import Loop, Outcome
+from recnets.training.options import RunOptions
+from recnets.training.progress import Display, duration
+from recnets.training.recipe import Recipe
+from recnets.training.report import write_report
+from recnets.training.run_folder import RunFolder, default_run_path
+from recnets.training.session import Session, build_session
+from recnets.utils import atomic_write, git_commit, require, versions
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """`summary` is what summary.json holds, None where the run stopped before the end of the asked epochs."""
+
+    folder: Path
+    outcome: Outcome
+    summary: dict[str, Any] | None
+    history: list[dict[str, Any]]
+
+
+def train(
+    recipe: Recipe,
+    *,
+    out: Path | str | None = None,
+    resume: bool = False,
+    options: RunOptions | None = None,
+    data: DataSet | None = None,
+    console: Console | None = None,
+    command: str | None = None,
+) -> TrainResult:
+    """Train, or go on with what was interrupted.
+
+    Args:
+        out: the run folder; runs/DATE-TIME-MODEL-DATA by default.
+        resume: go on from the checkpoint in `out`, or start where there is none yet; without it, a folder that
+            holds a run is refused.
+        data: a data set already in memory, instead of loading `recipe.data`.
+        console: where to show progress; None is silent.
+        command: what to record as the command; this process's own by default.
+    """
+    began = time.monotonic()
+    options = options or RunOptions()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    processes = join_processes(options.device)
+    try:
+        path = Path(processes.from_main(str(out if out is not None else default_run_path(recipe))))
+        folder = RunFolder(path)
+        if folder.holds_run and not resume:
+            raise RecNetsError(f"{path} already holds a run: resume it with --resume {path}, or choose another --out")
+        device = choose_device(options.device, processes)
+        if data is None:
+            data = _load(recipe, options, processes)
+        session = build_session(recipe, options, data, device, processes)
+        if processes.main:
+            folder.claim()
+        try:
+            return _run(session, folder, console if processes.main else None, command or shlex.join(sys.argv), began)
+        finally:
+            folder.release()
+    finally:
+        leave_processes(processes)
+
+
+def _load(recipe: Recipe, options: RunOptions, processes: Processes) -> DataSet:
+    def load() -> DataSet:
+        return load_dataset(
+            recipe.data,
+            data_dir=options.data_dir,
+            image_size=recipe.image_size,
+            val=recipe.val,
+            seed=recipe.split_seed,
+            download=options.download and processes.main,
+            max_bad=options.max_bad,
+        )
+
+    try:
+        if processes.main:
+            data = load()  # may download; the others then find it
+        processes.wait()
+        return data if processes.main else load()
+    except ValueError as error:
+        raise RecNetsError(str(error)) from error
+
+
+def _run(session: Session, folder: RunFolder, console: Console | None, command: str, began: float) -> TrainResult:
+    recipe, main = session.recipe, session.processes.main
+    data_id = fingerprint(session.data)
+    position = Position()
+    if folder.checkpoint.exists():
+        content = load_checkpoint(folder.checkpoint)
+        check_same_run(content, recipe, data_id, folder.checkpoint)
+        position = restore(session.step, content, folder.checkpoint, main)
+    origin = {
+        "command": command,
+        "commit": git_commit(),
+        "device": device_name(session.device),
+        "versions": versions(),
+    }
+    if main:
+        started = {"started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "epoch": position.epoch, "step": position.step}
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(session.options).items()}
+        folder.write_config(recipe, {**started, **origin, "processes": session.processes.world, "options": settings})
+        folder.rewrite_metrics(position.history)
+    session.processes.wait()
+
+    display = Display(
+        console, recipe.epochs, session.loader.steps, position.epoch * session.loader.steps + position.step
+    )
+    display.say(_opening(session, folder, position), style="bold")
+    log = _tensorboard(folder, position) if session.options.tensorboard and main else None
+    loop = Loop(
+        session,
+        position,
+        folder,
+        display,
+        data_id=data_id,
+        metadata=_metadata(session, origin),
+        log=log,
+        began=began,
+    )
+    try:
+        outcome = loop.run()
+    finally:
+        display.close()
+    summary = None
+    if outcome in ("finished", "epochs"):
+        summary = _finish(loop, origin)
+    _closing(display, folder, outcome, position, summary, session)
+    return TrainResult(folder.path, outcome, summary, position.history)
+
+
+def _metadata(session: Session, origin: dict[str, Any]) -> dict[str, Any]:
+    data, recipe = session.data, session.recipe
+    return {
+        "dataset": data.name,
+        "classes": data.classes,
+        "normalisation": {"mean": list(data.mean), "std": list(data.std)},
+        "image_size": list(data.image_size),
+        "recipe": recipe.to_dict(),
+        "seed": recipe.seed,
+        **{key: origin[key] for key in ("command", "commit", "versions")},
+    }
+
+
+def _finish(loop: Loop, origin: dict[str, Any]) -> dict[str, Any]:
+    """Write summary.json and report.html; on a run resumed after its end, the weights are evaluated once more."""
+    session, position, folder = loop.session, loop.position, loop.folder
+    evaluation = loop.evaluation or session.test(session.judged)
+    summary: dict[str, Any] = {
+        "model": session.recipe.model,
+        "data": session.recipe.data,
+        "final_accuracy": evaluation.accuracy,
+        "final_top5": evaluation.top5,
+        "final_loss": evaluation.loss,
+        "finished": position.epoch >= session.recipe.epochs,
+        "epochs": position.epoch,
+        "seconds": position.seconds,
+        "images_per_second": position.images / max(position.train_seconds, 1e-9),
+        "input_share": _typical([row["input_share"] for row in position.history]),
+        "parameters": sum(p.numel() for p in session.model.parameters()),
+        "train_images": len(session.data.train),
+        "test_images": len(session.data.test),
+        "seed": session.recipe.seed,
+        "precision": session.recipe.precision,
+        "processes": session.processes.world,
+        **origin,
+    }
+    if position.best is not None:
+        summary["best_epoch"], summary["best_val_accuracy"] = position.best["epoch"], position.best["accuracy"]
+    if session.processes.main:
+        if session.options.report:
+            write_report(folder.report, session.recipe, session.data, summary, position.history, evaluation)
+        atomic_write(folder.summary, json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def _typical(values: list[float]) -> float | None:
+    """The median: the first epoch of a session holds compilation and warm-up."""
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def _tensorboard(folder: RunFolder, position: Position) -> Callable[[dict[str, Any]], None]:
+    require("tensorboard", "tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder.path / "tensorboard"), purge_step=position.epoch + 1)
+
+    def log(row: dict[str, Any]) -> None:
+        for name, value in row.items():
+            if name != "epoch":
+                writer.add_scalar(name, value, row["epoch"])
+        writer.flush()
+
+    return log
+
+
+def _opening(session: Session, folder: RunFolder, position: Position) -> str:
+    parameters = sum(p.numel() for p in session.model.parameters())
+    steps = session.loader.steps
+    text = (
+        f"{session.recipe.model} ({parameters:,} parameters) on {session.recipe.data} "
+        f"({len(session.data.train):,} images), {device_name(session.device)}, in {folder.path}"
+    )
+    if position.epoch or position.step:
+        where = f"step {position.step} of {steps} in " if position.step else ""
+        text += f"; going on from {where}epoch {position.epoch + 1}"
+    return text
+
+
+def _closing(
+    display: Display,
+    folder: RunFolder,
+    outcome: Outcome,
+    position: Position,
+    summary: dict[str, Any] | None,
+    session: Session,
+) -> None:
+    if summary is not None:
+        display.say(
+            f"test accuracy {summary['final_accuracy']:.2f} % after {position.epoch} epochs in "
+            f"{duration(position.seconds)} ({summary['images_per_second']:,.0f} images/s)",
+            style="bold green",
+        )
+        written = folder.report if session.options.report else folder.summary
+        display.say(f"weights {folder.last}, report {written}")
+    if outcome != "finished":
+        reason = {"interrupted": "interrupted", "time": "time is up", "epochs": "stopped as asked"}[outcome]
+        at = f"epoch {position.epoch + 1}, step {position.step} of {session.loader.steps}"
+        if position.step == 0:
+            at = f"the end of epoch {position.epoch}"
+        display.say(f"{reason} at {at}; go on with: recnet train --resume {shlex.quote(str(folder.path))}")
