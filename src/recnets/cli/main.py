@@ -2,7 +2,8 @@
 
 A command is a module in this folder with an attribute `command`: a typed function, whose parameters become the
 arguments and whose docstring becomes the help, or a dataclass with a `run()` method. What it returns is the exit
-status; None is success. Only the module of the command that is asked for is imported.
+status; None is success. A module that reads its arguments itself has `parse(args, prog)` instead, which returns the
+work as a function. Only the module of the command that is asked for is imported.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ COMMANDS = (
     Entry("list", "list_", "models that can be built by name, with their sizes"),
     Entry("info", "info", "one model layer by layer: parameters, multiply-adds, memory"),
     Entry("train", "train", "train a model on a data set"),
-    Entry("evaluate", "evaluate", "accuracy of trained weights on a data set"),
+    Entry("eval", "evaluate", "accuracy of trained weights on a data set"),
     Entry("predict", "predict", "classify pictures with trained weights"),
     Entry("export", "export", "write trained weights as ONNX or another exchange format"),
     Entry("squeeze", "squeeze", "make trained weights smaller and faster to run"),
@@ -95,7 +96,10 @@ def parse(argv: Sequence[str]) -> Callable[[], Any]:
         what = "option" if name.startswith("-") else "command"
         raise ValueError(f"unknown {what} {name!r}{did_you_mean(name, commands)} (`recnet --help` lists the commands)")
     entry = commands[name]
-    target = importlib.import_module(f"recnets.cli.{entry.module}").command
+    module = importlib.import_module(f"recnets.cli.{entry.module}")
+    if hasattr(module, "parse"):  # defaults that depend on the arguments
+        return module.parse(rest, f"recnet {name}")
+    target = module.command
     if isinstance(target, type):
         parsed = tyro.cli(target, prog=f"recnet {name}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))
         return parsed.run

@@ -1,0 +1,127 @@
+"""`recnet eval`."""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from recnets.data import DataSet, load_dataset
+from recnets.errors import RecNetsError
+from recnets.models import load_weights
+from recnets.training import Evaluation, Evaluator
+from recnets.training.distributed import Processes, choose_device
+
+
+def command(
+    weights: Annotated[str, tyro.conf.Positional],
+    /,
+    *,
+    data: str | None = None,
+    data_dir: Path | None = None,
+    split: Literal["test", "train"] = "test",
+    batch: int = 1000,
+    device: str = "auto",
+    precision: Literal["fp32", "bf16"] = "fp32",
+    per_class: bool = True,
+    json: bool = False,
+) -> int:
+    """Accuracy of trained weights: top-1, top-5, loss, and a table by class.
+
+    Args:
+        weights: a run folder, a weights file or a published name.
+        data: digits, cifar10, cifar100 or folder:PATH; by default what the weights were trained on.
+        data_dir: folder with the data sets; RECNETS_DATA, else a cache folder.
+        split: which images.
+        batch: images a batch.
+        device: cpu, cuda, cuda:1, mps; auto takes a GPU if there is one.
+        precision: fp32, or bf16 autocast.
+        per_class: the table by class.
+        json: print JSON, for programs.
+    """
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1, got {batch}")
+    model, metadata = load_weights(weights)
+    where = choose_device(device, Processes())
+    spec = data or metadata.get("recipe", {}).get("data") or metadata.get("dataset")
+    if spec is None:
+        raise ValueError(f"{weights} does not say what it was trained on: give --data")
+    found = _load(spec, data_dir, metadata, model.num_classes, weights)  # type: ignore[arg-type]
+    mean, std = _normalisation(metadata, found)
+    chosen = found.test if split == "test" else found.train
+    evaluation = Evaluator(
+        chosen, found.num_classes, mean=mean, std=std, device=where, batch_size=batch, bf16=precision == "bf16"
+    )(model.to(where))
+    if json:
+        print(json_module.dumps(_plain(weights, spec, split, found, evaluation), indent=2))
+    else:
+        _show(Console(), weights, spec, split, found, evaluation, per_class)
+    return 0
+
+
+def _load(spec: str, data_dir: Path | None, metadata: dict[str, Any], num_classes: int, weights: str) -> DataSet:
+    """The data set, at the size that the model was trained on, with the classes that it knows."""
+    size = metadata.get("image_size")
+    side = size[0] if isinstance(size, list) and spec.startswith("folder:") else None
+    found = load_dataset(spec, data_dir=data_dir, image_size=side)
+    classes = metadata.get("classes")
+    if num_classes != found.num_classes or (classes is not None and list(classes) != found.classes):
+        raise RecNetsError(
+            f"{weights} was trained on {num_classes} classes of {metadata.get('dataset', 'another data set')}, "
+            f"{spec} has {found.num_classes} of its own: give the --data it was trained on"
+        )
+    return found
+
+
+def _normalisation(metadata: dict[str, Any], data: DataSet) -> tuple[list[float], list[float]]:
+    """The weights' own, else the data set's."""
+    known = metadata.get("normalisation") or {}
+    mean, std = list(known.get("mean", data.mean)), list(known.get("std", data.std))
+    if len(mean) != data.in_channels:
+        raise RecNetsError(f"the weights expect images of {len(mean)} channels, {data.name} has {data.in_channels}")
+    return mean, std
+
+
+def _plain(weights: str, spec: str, split: str, data: DataSet, evaluation: Evaluation) -> dict[str, Any]:
+    by_class = zip(data.classes, evaluation.per_class, strict=True)
+    return {
+        "weights": weights,
+        "data": spec,
+        "split": split,
+        "images": len(evaluation.predictions),
+        "accuracy": evaluation.accuracy,
+        "top5": evaluation.top5,
+        "loss": evaluation.loss,
+        "per_class": {name: None if math.isnan(value) else value for name, value in by_class},
+    }
+
+
+def _show(
+    console: Console, weights: str, spec: str, split: str, data: DataSet, evaluation: Evaluation, per_class: bool
+) -> None:
+    count = len(evaluation.predictions)
+    console.print(f"{weights} on {spec}, {count:,} {split} images", highlight=False)
+    console.print(
+        f"top-1 {evaluation.accuracy:.2f} %   top-5 {evaluation.top5:.2f} %   loss {evaluation.loss:.4f}",
+        style="bold green",
+        highlight=False,
+    )
+    if not per_class:
+        return
+    table = Table("class", "images", "right", "accuracy", "mostly taken for")
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    wrong = evaluation.confusion.clone()
+    wrong.fill_diagonal_(0)
+    for i, name in enumerate(data.classes):
+        total, right = int(evaluation.confusion[i].sum()), int(evaluation.confusion[i, i])
+        most = int(wrong[i].argmax())
+        mistaken = f"{data.classes[most]} ({int(wrong[i, most])})" if int(wrong[i, most]) else ""
+        share = f"{100 * right / total:.1f} %" if total else ""
+        table.add_row(name, str(total), str(right), share, mistaken)
+    console.print(table)
