@@ -35,12 +35,12 @@ def choose(value: str, allowed: Iterable[str], what: str) -> str:
     return value
 
 
-def positive_int(value: object, what: str) -> int:
-    """`value` if it is an int of at least 1 (a bool is not), else TypeError or ValueError."""
+def positive_int(value: object, what: str, minimum: int = 1) -> int:
+    """`value` if it is an int of at least `minimum` (a bool is not), else TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} must be an int, got {value!r} of type {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{what} must be at least 1, got {value}")
+    if value < minimum:
+        raise ValueError(f"{what} must be at least {minimum}, got {value}")
     return value
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from recnets.layers import Recurrent
+from recnets.layers import CRC, Recurrent
 from recnets.layers.crc import check_input
 from recnets.layers.norm import norm_of
-from recnets.models.registry import register_model
+from recnets.models.registry import ModelConfig, register_model
 from recnets.ops import dispatch
-from recnets.utils import choose, positive_int
+from recnets.utils import choose, did_you_mean, positive_int
 
+CRC_OPTIONS = tuple(
+    p.name for p in inspect.signature(CRC).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY
+)
 HEADS = ("linear", "hidden")
 HIDDEN_UNITS = 160
 
@@ -30,6 +35,20 @@ class Stem(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return dispatch.norm_relu(self.conv(x), norm_of(self.norm), backend=self.backend)
+
+
+def _sizes(values: Sequence[int], what: str) -> tuple[int, ...]:
+    if isinstance(values, int | str):
+        raise TypeError(f"{what} must be a sequence with an int for each stage, got {values!r}")
+    return tuple(positive_int(v, f"each of {what}") for v in values)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    known = (*CRC_OPTIONS, "mode")
+    for name in options:
+        if name not in known:
+            near = did_you_mean(name, [*known, "e", "s", "d", "num_classes", "in_channels", "head"])
+            raise TypeError(f"a RecNet has no option {name!r}{near} (CRC options: {', '.join(known)})")
 
 
 class RecNet(nn.Module):
@@ -59,13 +78,16 @@ class RecNet(nn.Module):
     ) -> None:
         super().__init__()
         self.e = positive_int(e, "e")
-        self.s = tuple(positive_int(v, "each of s") for v in s)
-        self.d = tuple(positive_int(v, "each of d") for v in d)
+        self.s = _sizes(s, "s")
+        self.d = _sizes(d, "d")
         if len(self.s) != len(self.d) or not self.s:
             raise ValueError(f"s and d must have the same length of at least 1, got s={self.s} and d={self.d}")
         self.head = choose(head, HEADS, "head")
         self.in_channels = positive_int(in_channels, "in_channels")
+        _check_options(crc_options)
         self.crc_options = crc_options
+        numbers = ", ".join(str(v) for v in (e, *self.s, *self.d))
+        self.config = ModelConfig(f"RecNet({numbers})", num_classes, in_channels, {"head": head, **crc_options})
 
         widths = [s_i * d_i for s_i, d_i in zip(self.s, self.d, strict=True)]
         self.stem = Stem(in_channels, widths[0], bias=head == "hidden", backend=crc_options.get("backend", "auto"))
@@ -84,9 +106,8 @@ class RecNet(nn.Module):
 
     def reset_classifier(self, num_classes: int) -> None:
         """A new, untrained classifier for `num_classes` classes; 0 for none."""
-        if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 0:
-            raise ValueError(f"num_classes must be an int of at least 0, got {num_classes!r}")
-        self.num_classes = num_classes
+        self.num_classes = positive_int(num_classes, "num_classes", minimum=0)
+        self.config = replace(self.config, num_classes=num_classes)
         self.classifier: nn.Module
         if num_classes == 0:
             self.classifier = nn.Identity()
@@ -100,7 +121,11 @@ class RecNet(nn.Module):
                 nn.Linear(HIDDEN_UNITS, num_classes),
             )
         reference = self.stem.conv.weight
-        self.classifier.to(reference.device, reference.dtype)
+        self.classifier.to(reference.device, reference.dtype).train(self.training)
+
+    def get_classifier(self) -> nn.Module:
+        """The classifier, as in timm."""
+        return self.classifier
 
     def _check(self, x: Tensor) -> None:
         check_input(x, self.in_channels, type(self).__name__)

@@ -109,10 +109,8 @@ def create_model(
     """
     if not isinstance(name, str):
         raise TypeError(f"a model's name must be a str, got {type(name).__name__}")
-    if num_classes is not None and (isinstance(num_classes, bool) or not isinstance(num_classes, int)):
-        raise TypeError(f"num_classes must be an int, got {num_classes!r} of type {type(num_classes).__name__}")
-    if num_classes is not None and num_classes < 0:
-        raise ValueError(f"num_classes must be at least 0, got {num_classes}")
+    if num_classes is not None:
+        positive_int(num_classes, "num_classes", minimum=0)
     if in_channels is not None:
         positive_int(in_channels, "in_channels")
     if pretrained or "." in name:
