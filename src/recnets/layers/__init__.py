@@ -1,7 +1,7 @@
 """Layers: the recurrence as PyTorch modules."""
 
 from recnets.layers.crc import CRC, NONLINEARITIES, PADDING_MODES
-from recnets.layers.norm import SyncBatchNorm2d, convert_sync_batchnorm
+from recnets.layers.norm import SyncBatchNorm1d, SyncBatchNorm2d, convert_sync_batchnorm
 from recnets.layers.recurrent import MODES, Recurrent
 from recnets.layers.transition import TransitionBlock
 
@@ -11,6 +11,7 @@ __all__ = [
     "NONLINEARITIES",
     "PADDING_MODES",
     "Recurrent",
+    "SyncBatchNorm1d",
     "SyncBatchNorm2d",
     "TransitionBlock",
     "convert_sync_batchnorm",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from recnets.ops.norm import Norm
 
 
-def norm_of(module: nn.BatchNorm2d, calls: int = 1) -> Norm:
+def norm_of(module: nn.BatchNorm1d | nn.BatchNorm2d, calls: int = 1) -> Norm:
     """The tensors and settings of a BN module for this forward pass, which applies it `calls` times.
 
     Counts the batches in training, as the module's own forward would.
@@ -20,7 +20,8 @@ def norm_of(module: nn.BatchNorm2d, calls: int = 1) -> Norm:
         module.num_batches_tracked.add_(calls)
         if momentum is None:  # torch's cumulative average
             momentum = 1.0 / float(module.num_batches_tracked)
-    sync = isinstance(module, SyncBatchNorm2d) and module.training and dist.is_available() and dist.is_initialized()
+    synchronised = isinstance(module, SyncBatchNorm1d | SyncBatchNorm2d)
+    sync = synchronised and module.training and dist.is_available() and dist.is_initialized()
     return Norm(
         mean=module.running_mean,
         var=module.running_var,
@@ -43,24 +44,37 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         return norm_of(self).apply(input)
 
 
-def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
-    """Replace every `nn.BatchNorm2d` of `model`, CRC layers' included, by the synchronised one, in place."""
+class SyncBatchNorm1d(nn.BatchNorm1d):
+    """The same for (N, C) or (N, C, L), which the hidden classifier has."""
 
-    def converted(module: nn.BatchNorm2d) -> SyncBatchNorm2d:
+    def forward(self, input: Tensor) -> Tensor:
+        return norm_of(self).apply(input.reshape(input.shape[0], input.shape[1], -1, 1)).reshape(input.shape)
+
+
+def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
+    """Replace every `nn.BatchNorm1d` and `nn.BatchNorm2d` of `model`, CRC layers' included, by the synchronised one.
+
+    In place, keeping the parameters and buffers themselves; returns the model (a new one if it is a norm itself).
+    """
+
+    def converted(module: nn.BatchNorm1d | nn.BatchNorm2d) -> nn.Module:
         settings: dict[str, Any] = {
             "eps": module.eps,
             "momentum": module.momentum,
             "affine": module.affine,
             "track_running_stats": module.track_running_stats,
         }
-        new = SyncBatchNorm2d(module.num_features, **settings).train(module.training)
+        kind = SyncBatchNorm2d if isinstance(module, nn.BatchNorm2d) else SyncBatchNorm1d
+        new = kind(module.num_features, **settings).train(module.training)
         for name, parameter in module.named_parameters(recurse=False):
             setattr(new, name, parameter)
         for name, buffer in module.named_buffers(recurse=False):
             new.register_buffer(name, buffer)
         return new
 
-    if isinstance(model, nn.BatchNorm2d) and not isinstance(model, SyncBatchNorm2d):
+    if isinstance(model, SyncBatchNorm1d | SyncBatchNorm2d):
+        return model
+    if isinstance(model, nn.BatchNorm1d | nn.BatchNorm2d):
         return converted(model)
     for name, child in model.named_children():
         setattr(model, name, convert_sync_batchnorm(child))
