@@ -139,6 +139,13 @@ def test_norm_without_affine_or_running_statistics(randomise):
             assert torch.allclose(out, plain(x), atol=1e-12)
 
 
+def test_cumulative_average_of_a_shared_norm_is_refused():
+    layer = CRC(2, 3, 3, nonlinearity="shared_bn_relu")
+    layer.norm.momentum = None
+    with pytest.raises(ValueError, match="momentum=None .* shared by 3 steps"):
+        layer(torch.zeros(1, 6, 4, 4))
+
+
 # Wrong use.
 
 

@@ -19,6 +19,11 @@ def norm_of(module: nn.BatchNorm1d | nn.BatchNorm2d, calls: int = 1) -> Norm:
     if module.training and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(calls)
         if momentum is None:  # torch's cumulative average
+            if calls > 1:
+                raise ValueError(
+                    "momentum=None (the cumulative average, which swa_utils.update_bn sets) is not defined for a norm "
+                    f"that is shared by {calls} steps of one pass; give it a momentum"
+                )
             momentum = 1.0 / float(module.num_batches_tracked)
     synchronised = isinstance(module, SyncBatchNorm1d | SyncBatchNorm2d)
     sync = synchronised and module.training and dist.is_available() and dist.is_initialized()
