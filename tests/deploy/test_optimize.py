@@ -1,0 +1,155 @@
+"""`optimize`: the same outputs in every variant, and faster than plain modules."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recnets import RecNet
+from recnets.deploy import optimize
+from recnets.deploy.optimize import FastRecurrent, FastStem
+
+
+class PlainStepModules(nn.Module):
+    """A RecNet as one would write it at first: a Conv2d pair, an addition, a BatchNorm2d and a ReLU a step."""
+
+    def __init__(self, model: RecNet) -> None:
+        super().__init__()
+        self.model = model
+        self.norms = nn.ModuleList()
+        self.convs = nn.ModuleList()
+        for stage in model.stages:
+            for module in stage:
+                crc = module.crc
+                pair = []
+                for weight in (crc.weight_x, crc.weight_h):
+                    conv = nn.Conv2d(weight.shape[1], weight.shape[0], 3, padding=1, bias=False)
+                    conv.weight = weight
+                    pair.append(conv)
+                self.convs.append(nn.ModuleList(pair))
+                norms = nn.ModuleList(nn.BatchNorm2d(crc.s_out) for _ in range(crc.d))
+                for name in ("weight", "bias", "running_mean", "running_var"):
+                    for norm, part in zip(norms, getattr(crc.norm, name).split(crc.s_out), strict=True):
+                        getattr(norm, name).data.copy_(part.data)
+                self.norms.append(norms)
+        self.relu = nn.ReLU()
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        model = self.model
+        x = self.relu(model.stem.norm(model.stem.conv(x)))
+        layers = zip(self.convs, self.norms, strict=True)
+        for i, stage in enumerate(model.stages):
+            x = model.pool(x) if i else x
+            for module in stage:
+                (conv_x, conv_h), norms = next(layers)
+                hidden: list[Tensor] = []
+                for x_i, norm in zip(x.chunk(module.crc.d, dim=1), norms, strict=True):
+                    z = conv_x(x_i)
+                    if hidden:
+                        z = z + conv_h(hidden[-1])
+                    hidden.append(self.relu(norm(z)))
+                transition = module.transition
+                x = self.relu(transition.norm(transition.conv(torch.cat(hidden, dim=1))))
+        return model.forward_head(x)
+
+
+def assert_same(got: Tensor, expected: Tensor) -> None:
+    """Within 1e-5 of the largest logit."""
+    scale = max(1.0, float(expected.abs().max()))
+    assert float((got - expected).abs().max()) <= 1e-5 * scale
+
+
+VARIANTS = [
+    {},
+    {"head": "hidden"},
+    {"nonlinearity": "relu"},
+    {"nonlinearity": "shared_bn_relu"},
+    {"nonlinearity": "linear"},
+    {"recurrent": False},
+    {"kernel_x": 1},
+    {"kernel_h": 1},
+    {"kernel_x": 5, "padding_mode": "circular"},
+    {"d": (1, 1, 1)},
+]
+
+
+@pytest.mark.parametrize("overrides", VARIANTS, ids=str)
+@pytest.mark.parametrize("mode", ["stream", "concat"])
+@pytest.mark.parametrize("scale", ["folded", "shared"])
+def test_same_outputs(trained, overrides, mode, scale):
+    model = trained(**overrides)
+    x = torch.randn(3, 3, 13, 17)
+    with torch.no_grad():
+        assert_same(optimize(model, mode=mode, scale=scale, image_size=8)(x), model(x))
+
+
+def test_every_layer_is_replaced_and_the_model_stays_as_it_is(trained):
+    model = trained()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    fast = optimize(model)
+    assert isinstance(fast.stem, FastStem)
+    assert all(isinstance(module, FastRecurrent) for stage in fast.stages for module in stage)
+    assert not any(p.requires_grad for p in fast.parameters())
+    assert isinstance(model.stem.conv, nn.Conv2d)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_large_folded_weights_follow_a_change_of_type(trained):
+    model = trained()
+    x = torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    with torch.no_grad():
+        got = optimize(model, mode="stream", scale="folded").double()(x)
+        assert got.dtype == torch.float64
+        assert_same(got, model.double()(x))
+
+
+def test_other_models_pass_through(trained):
+    model = trained("wrn_40_1")
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert_same(optimize(model)(x), model(x))
+
+
+def test_unknown_mode_is_named(trained):
+    with pytest.raises(ValueError, match=r"mode must be one of .*'stream'.*got 'steam'"):
+        optimize(trained(), mode="steam")
+
+
+@pytest.mark.slow
+def test_compiled(trained):
+    model = trained("RecNet(2, 4, 2)")
+    x = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        assert_same(optimize(model, compile=True, fullgraph=True, image_size=8)(x), model(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["recnet_60_480", "recnet_60_1280"])
+def test_faster_than_plain_modules_and_the_same(trained, name):
+    """Medians of interleaved runs on one thread, by its own CPU time: neighbours on the machine change neither.
+
+    On one thread arithmetic weighs more than on two, so this bar lies below what two quiet cores give.
+    """
+    model = trained(name, num_classes=100)
+    plain = PlainStepModules(model)
+    x = torch.randn(1, 3, 32, 32)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            fast = optimize(model)
+            assert_same(fast(x), plain(x))
+            taken: dict[str, list[float]] = {"plain": [], "fast": []}
+            for _ in range(25):
+                for key, run in (("plain", plain), ("fast", fast)):
+                    start = time.thread_time()
+                    run(x)
+                    taken[key].append(time.thread_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    assert statistics.median(taken["plain"]) > 1.15 * statistics.median(taken["fast"])
