@@ -7,24 +7,23 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from recnets import RecNet
 from recnets.layers import convert_sync_batchnorm
-
-OPTIONS = {"e": 2, "s": (2, 1), "d": (2, 3), "num_classes": 3, "in_channels": 2, "head": "hidden"}
 
 
 def main(rank: int, world: int, folder: Path) -> None:
-    from recnets import RecNet
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     job = torch.load(folder / "job.pt")
     results = {}
     for case, settings in job["cases"].items():
-        model = RecNet(**OPTIONS, **settings["options"]).double()
+        model = RecNet(**settings["options"]).double()
         model.load_state_dict(job["states"][case])
-        if settings["sync"]:
+        if settings["sync"] == "ours":
             model = convert_sync_batchnorm(model)
         parallel = DistributedDataParallel(model)
+        if settings["sync"] == "torch":  # after wrapping: DDP refuses it on the CPU; parameters and buffers stay
+            torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
         x, probe = (job[name].split(job["sizes"])[rank] for name in ("x", "probe"))
         for _ in range(2):  # the second pass is where unused parameters and clashing buffers would show
             parallel.zero_grad()

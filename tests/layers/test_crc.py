@@ -142,7 +142,7 @@ def test_norm_without_affine_or_running_statistics(randomise):
 def test_cumulative_average_of_a_shared_norm_is_refused():
     layer = CRC(2, 3, 3, nonlinearity="shared_bn_relu")
     layer.norm.momentum = None
-    with pytest.raises(ValueError, match="momentum=None .* shared by 3 steps"):
+    with pytest.raises(ValueError, match=r"momentum=None .* shared by 3 steps"):
         layer(torch.zeros(1, 6, 4, 4))
 
 

@@ -25,8 +25,9 @@ def norm_of(module: nn.BatchNorm1d | nn.BatchNorm2d, calls: int = 1) -> Norm:
                     f"that is shared by {calls} steps of one pass; give it a momentum"
                 )
             momentum = 1.0 / float(module.num_batches_tracked)
-    synchronised = isinstance(module, SyncBatchNorm1d | SyncBatchNorm2d)
+    synchronised = isinstance(module, SyncBatchNorm1d | SyncBatchNorm2d | nn.SyncBatchNorm)
     sync = synchronised and module.training and dist.is_available() and dist.is_initialized()
+    group = (getattr(module, "process_group", None) or dist.group.WORLD) if sync else None
     return Norm(
         mean=module.running_mean,
         var=module.running_var,
@@ -35,7 +36,7 @@ def norm_of(module: nn.BatchNorm1d | nn.BatchNorm2d, calls: int = 1) -> Norm:
         batch_statistics=module.training or module.running_mean is None,
         momentum=0.0 if momentum is None else momentum,
         eps=module.eps,
-        group=dist.group.WORLD if sync else None,
+        group=group,
     )
 
 
