@@ -43,27 +43,31 @@ class Recurrent(nn.Module):
         return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
 
     def _stream(self, x: Tensor) -> Tensor:
-        """y = Σ_i h_i ⊛ A_i, then BN and ReLU; in evaluation BN is folded into the A_i and the start of the sum."""
+        """y = Σ_i h_i ⊛ A_i, then BN and ReLU."""
         crc = self.crc
         check_input(x, crc.d * crc.s_in, f"Recurrent with {crc}")
         norm = norm_of(self.transition.norm)
         matrix = self.transition.conv.weight.flatten(1).t()  # (d·s_out, c_out): A_0 above A_1 above …
-        start: Tensor | None = None
-        if not norm.batch_statistics:
-            scale, start = norm.affine()
-            matrix = matrix * scale.to(matrix.dtype)
         in_place = not self._needs_grad(x)
         total: Tensor | None = None
-        hidden = plain.steps(x, crc.weight_x, crc.weight_h, crc.bias, crc.step_norm(), crc.recurrence)
+        hidden = plain.steps(
+            *(x, crc.weight_x, crc.weight_h, crc.bias, crc.step_norm(), crc.recurrence),
+            overwrite=in_place and not torch.compiler.is_compiling(),  # a compiler plans its buffers itself
+        )
         for i, h in enumerate(hidden):
-            pixels = h.permute(0, 2, 3, 1).reshape(-1, crc.s_out)  # a view: h is in channels-last order
+            pixels = h.permute(0, 2, 3, 1).flatten(0, 2)  # a view: h is in channels-last order
             a_i = matrix[i * crc.s_out : (i + 1) * crc.s_out].to(h.dtype)
             if total is None:
-                total = pixels @ a_i if start is None else torch.addmm(start.to(h.dtype), pixels, a_i)
+                total = pixels @ a_i
             elif in_place:
                 total.addmm_(pixels, a_i)
             else:
                 total = torch.addmm(total, pixels, a_i)
+            del h, pixels  # the next step need not keep them
         assert total is not None
         y = total.unflatten(0, (x.shape[0], x.shape[2], x.shape[3])).permute(0, 3, 1, 2)
-        return (y if start is not None else norm.apply(y)).relu_()
+        if norm.batch_statistics or not in_place:
+            return norm.apply(y).relu_()
+        # Scaling the sum costs one pass; scaling the A_i would copy them all.
+        scale, shift = norm.affine()
+        return y.mul_(scale[:, None, None]).add_(shift[:, None, None]).relu_()

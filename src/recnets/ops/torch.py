@@ -7,6 +7,7 @@ Both evaluate a step's BN as part of its convolution when no batch statistics ar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -56,6 +57,14 @@ def _foldable(norm: Norm | None, nonlinearity: str) -> bool:
     return norm is not None and not norm.batch_statistics and nonlinearity != "linear"
 
 
+def step_affines(norm: Norm, r: Recurrence, s_out: int) -> list[tuple[Tensor, Tensor]]:
+    """In evaluation: (scale, shift) of every step, each (s_out, 1, 1), from one computation for all."""
+    scale, shift = (t[:, None, None] for t in norm.affine())
+    if scale.shape[0] == s_out:  # one norm for all steps, or one step
+        return [(scale, shift)] * r.d
+    return list(zip(scale.split(s_out), shift.split(s_out), strict=True))
+
+
 def crc(x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm: Norm | None, r: Recurrence) -> Tensor:
     """All hidden states, (N, d·s_in, H, W) -> (N, d·s_out, H, W); see `recnets.ops.naive.crc`."""
     n, _, height, width = x.shape
@@ -69,7 +78,7 @@ def crc(x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm
         return torch.cat([sigma(z_i, norm) for z_i in z.chunk(r.d, dim=1)], dim=1)
     # One hidden state an index of the second dimension.
     xw = xw.reshape(n, r.d, s_out, height, width)
-    if _foldable(norm, r.nonlinearity) and not torch.is_grad_enabled():
+    if norm is not None and _foldable(norm, r.nonlinearity) and not torch.is_grad_enabled():
         return _crc_folded_(xw, weight_h, norm, r)
     hidden: list[Tensor] = []
     h: Tensor | None = None
@@ -81,31 +90,38 @@ def crc(x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm
     return torch.cat(hidden, dim=1)
 
 
-def _crc_folded_(xw: Tensor, weight_h: Tensor, norm: Norm | None, r: Recurrence) -> Tensor:
+def _crc_folded_(xw: Tensor, weight_h: Tensor, norm: Norm, r: Recurrence) -> Tensor:
     """Inference: the x-part (N, d, s_out, H, W) becomes the output in place, one convolution a step."""
     n, _, s_out, height, width = xw.shape
-    for i in range(r.d):
-        own = step_norm(norm, i, s_out)
-        assert own is not None
-        scale, shift = (t.to(xw.dtype) for t in own.affine())
+    for i, (scale, shift) in enumerate(step_affines(norm, r, s_out)):
         z = xw[:, i]
-        z.mul_(scale[:, None, None]).add_(shift[:, None, None])
         if i > 0:
-            z.add_(conv(xw[:, i - 1], weight_h * scale[:, None, None, None], None, r.padding_mode))
-        z.relu_()
+            z.add_(conv(xw[:, i - 1], weight_h, None, r.padding_mode))
+        z.mul_(scale).add_(shift).relu_()
     return xw.reshape(n, r.d * s_out, height, width)
 
 
 def steps(
-    x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm: Norm | None, r: Recurrence
+    x: Tensor,
+    weight_x: Tensor,
+    weight_h: Tensor,
+    bias: Tensor | None,
+    norm: Norm | None,
+    r: Recurrence,
+    *,
+    overwrite: bool = False,
 ) -> Iterator[Tensor]:
     """The hidden states one at a time, each (N, s_out, H, W) in channels-last order.
 
     A step is one convolution of [x_i, h_{i-1}] with [W_x, W_h] (two where the kernels differ in size), its BN
-    multiplied into the weights in evaluation: nothing d·s_out wide is ever made.
+    multiplied into the weights in evaluation: nothing d·s_out wide is ever made. With `overwrite` (inference only) a
+    state is valid until the next is asked for, which may be written over it.
     """
     s_out, s_in = weight_x.shape[:2]
     joint = r.recurrent and weight_x.shape[-1] == weight_h.shape[-1]
+    if overwrite and joint and norm is not None and _foldable(norm, r.nonlinearity):
+        yield from _steps_overwritten(x, weight_x, weight_h, norm, r)
+        return
     weight_xh = torch.cat([weight_x, weight_h], dim=1) if joint else weight_x
     fold = _foldable(norm, r.nonlinearity)
     h: Tensor | None = None
@@ -135,3 +151,30 @@ def steps(
         else:
             h = z.relu_() if fold else sigma(z, own)
             yield h
+
+
+def _steps_overwritten(x: Tensor, weight_x: Tensor, weight_h: Tensor, norm: Norm, r: Recurrence) -> Iterator[Tensor]:
+    """`steps` in evaluation with one buffer for [x_i, h_{i-1}], so that no step copies its state into the next.
+
+    BN is a multiply and an add on the state: on the small maps of late stages the weights are the larger tensor.
+    Weights are in channels-last order, as the maps are; oneDNN would otherwise reorder them at every step.
+    """
+    n, _, height, width = x.shape
+    s_out, s_in, k, _ = weight_x.shape
+    segments = x.split(s_in, dim=1)
+    z = conv(segments[0].contiguous(memory_format=torch.channels_last), weight_x, None, r.padding_mode)
+
+    # In the type of z, which autocast may have chosen.
+    empty = functools.partial(torch.empty, dtype=z.dtype, device=z.device, memory_format=torch.channels_last)
+    weight_xh = empty(s_out, s_in + s_out, k, k)
+    weight_xh[:, :s_in] = weight_x
+    weight_xh[:, s_in:] = weight_h
+    xh = empty(n, s_in + s_out, height, width)
+    h = xh[:, s_in:]
+    for i, (scale, shift) in enumerate(step_affines(norm, r, s_out)):
+        if i > 0:
+            xh[:, :s_in] = segments[i]
+            z = conv(xh, weight_xh, None, r.padding_mode)
+        torch.addcmul(shift, z, scale, out=h).relu_()
+        del z  # it would stay alive while the state is used
+        yield h
