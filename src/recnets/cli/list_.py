@@ -2,19 +2,83 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import tyro
 
-from recnets.models import list_models
+from recnets.cli.output import console, count, print_json, short, table
+from recnets.models import RecNet, create_model, list_models, model_info
+from recnets.models.profile import count_macs, count_parameters
+from recnets.utils import did_you_mean
 
 
-def command(pattern: Annotated[str, tyro.conf.Positional] = "*", /, *, json: bool = False) -> int:
-    """Models that can be built by name.
+def describe(name: str, num_classes: int, image_size: int) -> dict[str, Any]:
+    """What the list says of one model. Built without storage, so that the whole list takes seconds."""
+    info = model_info(name)
+    with torch.device("meta"):
+        model = create_model(name, num_classes=num_classes)
+        hidden = create_model(name, num_classes=num_classes, head="hidden") if isinstance(model, RecNet) else None
+    row: dict[str, Any] = {
+        "name": name,
+        "title": info.title,
+        "family": info.family,
+        "parameters": count_parameters(model),
+        "parameters_hidden_head": None if hidden is None else count_parameters(hidden),
+        "paper_parameters": info.paper_params,
+        "macs": count_macs(model, image_size),
+        "note": info.note,
+    }
+    if isinstance(model, RecNet):
+        row |= {"e": model.e, "s": model.s, "d": model.d, "depth": model.depth, "width": model.width}
+    return row
+
+
+def command(
+    pattern: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATTERN")] = "*",
+    /,
+    *,
+    num_classes: int = 100,
+    image_size: int = 32,
+    json: bool = False,
+) -> None:
+    """Models that can be built by name, with their sizes.
+
+    Parameters are those of the network in the paper's architecture table (linear head) and of the one its reported
+    counts imply (hidden head), beside the figure the paper reports, for CIFAR-100.
 
     Args:
-        pattern: shell pattern for the names, such as 'recnet_60*'.
+        pattern: shell pattern for the names, such as 'recnet_60*' (quote it).
+        num_classes: outputs of the classifier.
+        image_size: side of the picture that multiply-adds are counted for.
         json: print JSON, for programs.
     """
-    print("\n".join(list_models(pattern)))
-    return 0
+    names = list_models(pattern)
+    if not names:
+        near = did_you_mean(pattern, list_models())
+        raise ValueError(f"no model matches {pattern!r}{near} (`recnet list` shows all)")
+    rows = [describe(name, num_classes, image_size) for name in names]
+    if json:
+        print_json(rows)
+        return
+    right = ("e", "depth", "width", "params", "hidden head", "paper", "MACs")
+    headings = ("name", "e", "S", "d", "depth", "width", "params", "hidden head", "paper", "MACs")
+    columns = {heading: "right" if heading in right else "left" for heading in headings}
+    shown = table(f"{len(rows)} models, {num_classes} classes, {image_size}×{image_size} pictures", columns)
+    for i, row in enumerate(rows):
+        recnet = row["family"] == "recnet" and "e" in row
+        hidden = row["parameters_hidden_head"]
+        shown.add_row(
+            row["name"],
+            str(row["e"]) if recnet else "",
+            " ".join(map(str, row["s"])) if recnet else "",
+            " ".join(map(str, row["d"])) if recnet else "",
+            str(row["depth"]) if recnet else "",
+            str(row["width"]) if recnet else "",
+            count(row["parameters"]),
+            "" if hidden is None else count(hidden),
+            row["paper_parameters"] or "",
+            short(row["macs"]),
+            end_section=i + 1 < len(rows) and rows[i + 1]["family"] != row["family"],
+        )
+    console().print(shown)

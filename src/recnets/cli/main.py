@@ -101,7 +101,7 @@ def parse(argv: Sequence[str]) -> Callable[[], Any]:
         return module.parse(rest, f"recnet {name}")
     target = module.command
     if isinstance(target, type):
-        parsed = tyro.cli(target, prog=f"recnet {name}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))
+        parsed: Any = tyro.cli(target, prog=f"recnet {name}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))
         return parsed.run
 
     @functools.wraps(target)
