@@ -32,16 +32,26 @@ def build(model: str, overrides: Mapping[str, Any], dataset: str, device: str = 
 
 def parameters(model: str, overrides: Mapping[str, Any], dataset: str) -> int:
     """Parameters of the network for a data set."""
-    return sum(p.numel() for p in build(model, overrides, dataset).parameters())
+    return _sizes(model, _key(overrides), dataset)[0]
 
 
 def cost(model: str, overrides: Mapping[str, Any], dataset: str) -> Cost:
     """Parameters, and multiply-adds (half of what `torch.utils.flop_counter` counts) for one picture."""
-    network = build(model, overrides, dataset)
-    classifier = sum(m.in_features * m.out_features for m in network.modules() if isinstance(m, nn.Linear))
+    count, classifier = _sizes(model, _key(overrides), dataset)
     _, channels, side = SHAPES[dataset]
-    below = _macs_below_classifier(model, json.dumps(dict(overrides), sort_keys=True), channels, side)
-    return Cost(sum(p.numel() for p in network.parameters()), below + classifier)
+    return Cost(count, _macs_below_classifier(model, _key(overrides), channels, side) + classifier)
+
+
+def _key(overrides: Mapping[str, Any]) -> str:
+    return json.dumps(dict(overrides), sort_keys=True)
+
+
+@functools.cache
+def _sizes(model: str, overrides: str, dataset: str) -> tuple[int, int]:
+    """Parameters, and the classifier's multiply-adds (no network has linear layers elsewhere)."""
+    network = build(model, json.loads(overrides), dataset)
+    linear = [m for m in network.modules() if isinstance(m, nn.Linear)]
+    return sum(p.numel() for p in network.parameters()), sum(m.in_features * m.out_features for m in linear)
 
 
 @functools.cache

@@ -99,10 +99,11 @@ class Reproduce:
 
     @property
     def protocol(self) -> Protocol:
-        return Protocol.of(self.recipe, _settings(self.set))
+        return Protocol.of(self.recipe, parse_settings(self.set))
 
 
-def _settings(words: Sequence[str]) -> dict[str, Any]:
+def parse_settings(words: Sequence[str]) -> dict[str, Any]:
+    """`["precision=bf16", "epochs=20"]` as a dict; values are JSON where they can be, else text."""
     settings = {}
     for word in words:
         key, equals, text = word.partition("=")
