@@ -33,7 +33,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(s * size for s in (1, 2, 2.5, 5, 10) if s * size >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, max(last, first + 1) + 1)]
 
 
 def line_chart(lines: Sequence[Line], epochs: Sequence[int], *, unit: str = "", from_zero: bool = False) -> str:

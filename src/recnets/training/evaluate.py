@@ -37,7 +37,7 @@ class Evaluation:
         """(true class, predicted class, images) of the most frequent mistakes, most frequent first."""
         wrong = self.confusion.clone()
         wrong.fill_diagonal_(0)
-        values, places = wrong.flatten().topk(min(count, wrong.numel()))
+        values, places = (t[:count] for t in wrong.flatten().sort(descending=True, stable=True))
         size = len(wrong)
         pairs = zip(values.tolist(), places.tolist(), strict=True)
         return [(place // size, place % size, value) for value, place in pairs if value > 0]

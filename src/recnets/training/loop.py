@@ -62,6 +62,7 @@ class Loop:
 
     Args:
         metadata: what every weights file says of its origin.
+        interrupts: entered by the caller; asks to stop.
         log: called with every line of metrics, e.g. for TensorBoard.
         began: `time.monotonic()` at the start of the process's work, for the time limit.
     """
@@ -75,13 +76,14 @@ class Loop:
         *,
         data_id: str,
         metadata: dict[str, Any],
+        interrupts: Interrupts,
         log: Callable[[dict[str, Any]], None] | None = None,
         began: float | None = None,
     ) -> None:
         self.session, self.position, self.folder, self.display = session, position, folder, display
         self.data_id, self.metadata, self.log = data_id, metadata, log
         self.began = time.monotonic() if began is None else began
-        self.interrupts = Interrupts()
+        self.interrupts = interrupts
         self.evaluation: Evaluation | None = None
         self._watch = Stopwatch(session.device)
         self._normalise: float | None = None
@@ -93,17 +95,16 @@ class Loop:
     def run(self) -> Outcome:
         recipe, options = self.session.recipe, self.session.options
         until = min(recipe.epochs, options.epochs_until or recipe.epochs)
-        with self.interrupts:
-            self._save()  # before any work: a folder that cannot be written to is found out now
-            while self.position.epoch < until:
-                stop = self._train_epoch()
-                if stop is None:
-                    self._end_epoch()
-                    stop = self._wish_to_stop() if self.position.epoch < until else None
-                if stop is not None:
-                    if self._saved != (self.position.epoch, self.position.step):
-                        self._save()
-                    return stop
+        self._save()  # before any work: a folder that cannot be written to is found out now
+        while self.position.epoch < until:
+            stop = self._train_epoch()
+            if stop is None:
+                self._end_epoch()
+                stop = self._wish_to_stop() if self.position.epoch < until else None
+            if stop is not None:
+                if self._saved != (self.position.epoch, self.position.step):
+                    self._save()
+                return stop
         return "finished" if self.position.epoch >= recipe.epochs else "epochs"
 
     def _train_epoch(self) -> Outcome | None:

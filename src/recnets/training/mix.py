@@ -47,5 +47,4 @@ def _box(rng: np.random.Generator, share: float, height: int, width: int) -> tup
 
 def mix_images(images: Tensor, mask: Tensor) -> Tensor:
     """mask · images + (1 − mask) · mirrored batch; images (n, C, H, W), mask (H, W)."""
-    mirrored = images.flip(0)
-    return mirrored + mask * (images - mirrored)
+    return mask * images + (1 - mask) * images.flip(0)

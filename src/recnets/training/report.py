@@ -128,7 +128,8 @@ def _mistakes(data: DataSet, evaluation: Evaluation) -> str:
         true, guess = data.classes[int(data.test.labels[i])], data.classes[int(evaluation.predictions[i])]
         cards.append(
             f'<div class="card"><img class="pixels" alt="test image {i}" src="{picture_uri(data.test.images[i])}">'
-            f"<b>{escape(true)}</b><span>taken for {escape(guess)}, {100 * evaluation.confidence[i]:.0f} % sure</span></div>"
+            f"<b>{escape(true)}</b><span>taken for {escape(guess)}, {100 * evaluation.confidence[i]:.0f} % sure</span>"
+            "</div>"
         )
     count = f"{len(wrong):,} of {len(data.test):,} test images are wrong"
     shown = f"; the {len(order)} most confident mistakes" if len(wrong) > len(order) else ""

@@ -74,7 +74,7 @@ def build_session(
         ),
         Objective(recipe.label_smoothing, teacher, recipe.distill_weight, recipe.distill_temperature),
         loader.normalise,
-        forward=_wrap(model, recipe, options, device, processes),
+        forward=_wrap(model, options, device, processes),
         device=device,
         bf16=recipe.precision == "bf16",
         channels_last=recipe.channels_last,
@@ -137,17 +137,12 @@ def _build_loader(recipe: Recipe, data: DataSet, device: torch.device, processes
 
 
 def _wrap(
-    model: nn.Module, recipe: Recipe, options: RunOptions, device: torch.device, processes: Processes
+    model: nn.Module, options: RunOptions, device: torch.device, processes: Processes
 ) -> Callable[[Tensor], Tensor]:
     """For several processes and for torch.compile; the plain model stays what is saved."""
     forward: nn.Module = model
     if processes.world > 1:
-        forward = nn.parallel.DistributedDataParallel(
-            model,
-            device_ids=[device] if device.type == "cuda" else None,
-            # Synchronised statistics are the same everywhere already.
-            broadcast_buffers=not recipe.sync_batchnorm,
-        )
+        forward = nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     if options.compile:
         # An epoch has two batch sizes at most: two compilations, and no symbolic shapes.
         return torch.compile(forward, dynamic=False)

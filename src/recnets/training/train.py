@@ -18,7 +18,7 @@ from recnets.data import DataSet, load_dataset
 from recnets.errors import RecNetsError
 from recnets.training.checkpoint import Position, check_same_run, fingerprint, load_checkpoint, restore
 from recnets.training.distributed import Processes, choose_device, device_name, join_processes, leave_processes
-from recnets.training.loop import Loop, Outcome
+from recnets.training.loop import Interrupts, Loop, Outcome
 from recnets.training.options import RunOptions
 from recnets.training.progress import Display, duration
 from recnets.training.recipe import Recipe
@@ -75,7 +75,15 @@ def train(
         if processes.main:
             folder.claim()
         try:
-            return _run(session, folder, console if processes.main else None, command or shlex.join(sys.argv), began)
+            with Interrupts() as interrupts:  # from the first file on, Ctrl-C leaves a run that can be resumed
+                return _run(
+                    session,
+                    folder,
+                    console if processes.main else None,
+                    command or shlex.join(sys.argv),
+                    began,
+                    interrupts,
+                )
         finally:
             folder.release()
     finally:
@@ -103,7 +111,14 @@ def _load(recipe: Recipe, options: RunOptions, processes: Processes) -> DataSet:
         raise RecNetsError(str(error)) from error
 
 
-def _run(session: Session, folder: RunFolder, console: Console | None, command: str, began: float) -> TrainResult:
+def _run(
+    session: Session,
+    folder: RunFolder,
+    console: Console | None,
+    command: str,
+    began: float,
+    interrupts: Interrupts,
+) -> TrainResult:
     recipe, main = session.recipe, session.processes.main
     data_id = fingerprint(session.data)
     position = Position()
@@ -136,6 +151,7 @@ def _run(session: Session, folder: RunFolder, console: Console | None, command: 
         display,
         data_id=data_id,
         metadata=_metadata(session, origin),
+        interrupts=interrupts,
         log=log,
         began=began,
     )

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from recnets.errors import RecNetsError
+from recnets.training import Recipe, RunFolder, load_recipe
+from recnets.training.run_folder import default_run_path, to_toml
+
+
+def test_toml_comes_back() -> None:
+    values = {
+        "text": 'a "quoted" \\ line\nand tab\t, é, 😀 \x7f',
+        "odd key": 1,
+        "numbers": [1, 2.5, -3e-10],
+        "inf": float("inf"),
+        "flags": [True, False],
+        "table": {"inner": {"x": 1}, "empty": {}},
+        "rows": [{"a": 1, "deep": {"b": [1]}}, {"a": 2}],
+        "mixed": [["x", 1], {"k": 0.1}],
+    }
+    assert tomllib.loads(to_toml(values)) == values
+    assert tomllib.loads(to_toml({"a": None, "b": 1})) == {"b": 1}
+
+
+def test_config_keeps_every_session(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.claim()
+    recipe = load_recipe("paper", model_options={"head": "hidden", "d": [1, 2, 3]}, image_size=24)
+    folder.write_config(recipe, {"command": "first", "options": {"compile": True}})
+    folder.write_config(recipe, {"command": "second"})
+    assert folder.read_recipe() == recipe
+    assert [s["command"] for s in folder.read_config()["session"]] == ["first", "second"]
+
+
+def test_metrics_are_cut_to_what_is_known(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for epoch in (1, 2, 3):
+        folder.add_metrics({"epoch": epoch})
+    folder.rewrite_metrics([{"epoch": 1}])
+    folder.add_metrics({"epoch": 2, "again": True})
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert rows == [{"epoch": 1}, {"epoch": 2, "again": True}]
+
+
+def test_leftovers_of_a_kill_are_swept(tmp_path: Path) -> None:
+    (tmp_path / ".checkpoint.pt.abc.tmp").write_bytes(b"half")
+    folder = RunFolder(tmp_path)
+    folder.claim()
+    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="flock")
+def test_a_folder_has_one_trainer(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.claim()
+    try_it = (
+        "import fcntl, sys; f = open(sys.argv[1], 'w')\n"
+        "try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "except OSError: print('held')\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", try_it, tmp_path / ".lock"], capture_output=True, text=True)
+    assert shown.stdout == "held\n"
+    with pytest.raises(RecNetsError, match="another process is training"):
+        RunFolder(tmp_path).claim()
+    folder.release()
+    RunFolder(tmp_path).claim()
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecNetsError, match="cannot write to the run folder"):
+        RunFolder(tmp_path / "file" / "run").claim()
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(RecNetsError, match="holds no run to resume"):
+        RunFolder(tmp_path / "none").read_recipe()
+    (tmp_path / "config.toml").write_text("broken [")
+    with pytest.raises(RecNetsError, match="cannot be read"):
+        RunFolder(tmp_path).read_recipe()
+
+
+def test_default_names_are_free_and_readable(tmp_path: Path) -> None:
+    recipe = Recipe(model="RecNet(4, 4, 8, 16, 3, 3, 3)", data="folder:/pictures/my cats/")
+    seen = set()
+    for _ in range(3):
+        path = default_run_path(recipe, tmp_path)
+        path.mkdir()
+        seen.add(path)
+        assert "recnet-4-4-8-16-3-3-3-my-cats" in path.name
+    assert len(seen) == 3
