@@ -1,5 +1,6 @@
 """From a trained model to a device: fast inference in PyTorch, smaller networks, exported files."""
 
 from recnets.deploy.optimize import optimize
+from recnets.deploy.squeeze import squeeze
 
-__all__ = ["optimize"]
+__all__ = ["optimize", "squeeze"]

@@ -20,6 +20,7 @@ from recnets.layers import Recurrent
 from recnets.layers.norm import norm_of
 from recnets.models import RecNet
 from recnets.models.recnet import Stem
+from recnets.models.squeezed import SqueezedRecurrent, SqueezedStem
 from recnets.ops.torch import conv, step_norm
 from recnets.utils import choose
 
@@ -44,9 +45,10 @@ class FastStem(nn.Module):
         bias = stem.conv.bias
         self.register_buffer("weight", channels_last(stem.conv.weight.detach() * scale[:, None, None, None]))
         self.register_buffer("bias", shift if bias is None else shift + bias.detach() * scale)
+        self.expand = stem.expand if isinstance(stem, SqueezedStem) else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.conv2d(channels_last(x), self.weight, self.bias, padding=1).relu_()
+        return self.expand(torch.conv2d(channels_last(x), self.weight, self.bias, padding=1).relu_())
 
 
 class FastRecurrent(nn.Module):
@@ -81,6 +83,7 @@ class FastRecurrent(nn.Module):
             pair = (torch.cat([weight_x, weight_h], dim=1),) if self.joint else (weight_x, weight_h)
             self.weights.append(tuple(channels_last(self._scaled(w, i)) for w in pair))
         matrix, self.start = transition_matrix(module)
+        self.expand = module.transition.expand if isinstance(module, SqueezedRecurrent) else nn.Identity()
         self.matrices = [a.contiguous() for a in matrix.split(crc.s_out)]
         self.pointwise = channels_last(matrix.t()[:, :, None, None])
         if mode == "stream":
@@ -121,7 +124,7 @@ class FastRecurrent(nn.Module):
         h: Tensor | None = None
         total: Tensor | None = None
         hidden: list[Tensor] = []
-        for i, x_i in enumerate(x.split(self.s_in, dim=1)):
+        for i, x_i in enumerate(channels_last(x).split(self.s_in, dim=1)):
             h = self._step(i, x_i, h)
             if self.mode == "concat":
                 hidden.append(h)
@@ -132,14 +135,18 @@ class FastRecurrent(nn.Module):
             else:
                 total.addmm_(pixels, self.matrices[i])
         if total is None:
-            return torch.conv2d(torch.cat(hidden, dim=1), self.pointwise, self.start).relu_()
-        return total.relu_().unflatten(0, (x.shape[0], x.shape[2], x.shape[3])).permute(0, 3, 1, 2)
+            return self.expand(torch.conv2d(torch.cat(hidden, dim=1), self.pointwise, self.start).relu_())
+        return self.expand(total.relu_().unflatten(0, (x.shape[0], x.shape[2], x.shape[3])).permute(0, 3, 1, 2))
 
 
 def transition_matrix(module: Recurrent) -> tuple[Tensor, Tensor]:
     """The transition with its BN folded in: y = relu(h·matrix + start), (d·s_out, c_out) and (c_out)."""
     scale, start = norm_of(module.transition.norm).affine()
-    return (module.transition.conv.weight.flatten(1).t() * scale).detach(), start.detach()
+    matrix = (module.transition.conv.weight.flatten(1).t() * scale).detach()
+    if isinstance(module, SqueezedRecurrent):  # a product with a few zeros is faster than picking columns
+        whole = matrix.new_zeros(module.crc.d * module.crc.s_out, matrix.shape[1])
+        matrix = whole.index_copy(0, module.transition.columns, matrix)
+    return matrix, start.detach()
 
 
 def supported(module: Recurrent) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +62,7 @@ class RecNet(nn.Module):
         in_channels: channels of the pictures.
         head: "linear" is the paper's architecture table. "hidden" is what the paper's parameter counts imply:
             Linear(C, 160), BN, ReLU, Linear(160, num_classes), and a bias on the stem's convolution.
+        squeezed: what `recnets.deploy.squeeze` left of the network; see `recnets.models.squeezed`.
         **crc_options: options of every `CRC` (kernel_x, kernel_h, nonlinearity, recurrent, padding_mode, backend)
             and `mode` of every `Recurrent`.
     """
@@ -74,6 +75,7 @@ class RecNet(nn.Module):
         num_classes: int = 10,
         in_channels: int = 3,
         head: str = "linear",
+        squeezed: Mapping[str, Mapping[str, str]] | None = None,
         **crc_options: Any,
     ) -> None:
         super().__init__()
@@ -102,6 +104,11 @@ class RecNet(nn.Module):
             )
         self.pool = nn.MaxPool2d(2)
         self.num_features = widths[-1]
+        if squeezed is not None:
+            from recnets.models.squeezed import shrink  # which builds on this module
+
+            self.num_features = shrink(self, squeezed)
+            self.config.overrides["squeezed"] = squeezed
         self.reset_classifier(num_classes)
 
     def reset_classifier(self, num_classes: int) -> None:

@@ -1,0 +1,87 @@
+"""`recnet squeeze`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from recnets.deploy.check import Comparison, compare, data_of
+from recnets.deploy.squeeze import THRESHOLD, Row, describe, squeeze
+from recnets.errors import RecNetsError
+from recnets.models import RecNet, load_weights, save_weights
+
+
+def command(
+    source: Annotated[str, tyro.conf.Positional],
+    /,
+    *,
+    out: Path,
+    threshold: float = THRESHOLD,
+    images: int = 2000,
+    max_changed: float = 0.5,
+    data: str | None = None,
+    data_dir: Path | None = None,
+) -> int:
+    """Take out of trained weights, without loss, what training left dead, and check the predictions.
+
+    Args:
+        source: a run folder, a weights file or a published name.
+        out: the weights file to write.
+        threshold: BN weights up to this magnitude count as zero.
+        images: test pictures to compare predictions on.
+        max_changed: percent of predictions that may change; above it nothing is written.
+        data: the data set of those pictures; by default what the weights were trained on.
+        data_dir: folder with the data sets; RECNETS_DATA, else a cache folder.
+    """
+    if images < 1:
+        raise ValueError(f"images must be at least 1, got {images}")
+    model, metadata = load_weights(source)
+    small = squeeze(model, threshold)
+    assert isinstance(model, RecNet)
+    test = data_of(metadata, data, data_dir).test
+    comparison = compare(model, small, test, metadata, images)
+    console = Console()
+    console.print(_table(describe(model, small)))
+    console.print(str(comparison), highlight=False)
+    if 100 * comparison.changed > max_changed * comparison.images:
+        raise RecNetsError(
+            f"{comparison.changed} of {comparison.images} predictions changed, more than {max_changed} %: nothing is "
+            f"written; a --threshold below {threshold} takes out less"
+        )
+    save_weights(out, small, _metadata(metadata, comparison, len(test), threshold))
+    console.print(f"wrote {out} ({out.stat().st_size:,} bytes)", highlight=False)
+    return 0
+
+
+def _metadata(metadata: dict[str, Any], comparison: Comparison, test_images: int, threshold: float) -> dict[str, Any]:
+    """The source's metadata; its accuracy is replaced only by one on the whole test set, else left out."""
+    kept = {key: value for key, value in metadata.items() if key not in ("format", "model", "parameters", "accuracy")}
+    kept["squeezed"] = {"threshold": threshold, "parameters_before": metadata.get("parameters")}
+    if comparison.images == test_images:
+        kept["accuracy"] = comparison.accuracy_after
+    return kept
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table("layer", "step channels", "outputs", "s_in", "s_out", "parameters", "gone")
+    for column in table.columns[1:]:
+        column.justify = "right"
+
+    def change(pair: tuple[int, int]) -> str:
+        return "" if pair == (0, 0) else f"{pair[0]:,}" if pair[0] == pair[1] else f"{pair[0]:,} -> {pair[1]:,}"
+
+    def gone(pair: tuple[int, int]) -> str:
+        return f"{100 * (pair[0] - pair[1]) / max(1, pair[0]):.1f} %"
+
+    for row in rows:
+        pairs = (row.steps, row.outputs, row.s_in, row.s_out, row.parameters)
+        table.add_row(row.name, *(change(pair) for pair in pairs), gone(row.parameters))
+    table.add_section()
+    whole = (sum(row.parameters[0] for row in rows), sum(row.parameters[1] for row in rows))
+    steps = (sum(row.steps[0] for row in rows), sum(row.steps[1] for row in rows))
+    table.add_row("all", change(steps), "", "", "", change(whole), gone(whole))
+    return table

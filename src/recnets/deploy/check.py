@@ -1,0 +1,76 @@
+"""Did a change keep what a model says? Two models on the same pictures, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recnets.data import DataSet, Split, load_dataset
+from recnets.errors import RecNetsError
+
+Network = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`before` and `after` on the same pictures. Accuracies in percent, None without labels."""
+
+    images: int
+    difference: float
+    changed: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+
+    def __str__(self) -> str:
+        text = f"{self.images:,} pictures: {self.changed:,} predictions changed, logits moved by at most "
+        text += f"{self.difference:.2g}"
+        if self.accuracy_before is not None:
+            text += f", accuracy {self.accuracy_before:.2f} % -> {self.accuracy_after:.2f} %"
+        return text
+
+
+def data_of(metadata: dict[str, Any], data: str | None = None, data_dir: Path | None = None) -> DataSet:
+    """The data set that weights were trained on, or `data`, with the classes that the weights know."""
+    spec = data or metadata.get("recipe", {}).get("data") or metadata.get("dataset")
+    if spec is None:
+        raise RecNetsError("the weights do not say what they were trained on: give --data")
+    size = metadata.get("image_size")
+    side = int(size[0]) if isinstance(size, list | tuple) and str(spec).startswith("folder:") else None
+    found = load_dataset(str(spec), data_dir=data_dir, image_size=side)
+    classes = metadata.get("classes")
+    if classes is not None and list(classes) != found.classes:
+        raise RecNetsError(f"{spec} has other classes than the weights: give the --data they were trained on")
+    return found
+
+
+def normalise(images: Tensor, metadata: dict[str, Any]) -> Tensor:
+    """uint8 (N, C, H, W) -> float32, by the weights' own mean and standard deviation."""
+    known = metadata.get("normalisation")
+    if not known:
+        raise RecNetsError("the weights do not say how pictures are normalised; train or save them with recnets")
+    mean, std = (torch.tensor(known[key], dtype=torch.float32).view(1, -1, 1, 1) for key in ("mean", "std"))
+    return (images.float() / 255 - mean) / std
+
+
+@torch.no_grad()
+def compare(
+    before: Network, after: Network, split: Split, metadata: dict[str, Any], images: int, batch: int = 250
+) -> Comparison:
+    """Both networks on the first `images` pictures of a split."""
+    pictures, labels = split.images[:images], split.labels[:images]
+    difference, changed, right_before, right_after = 0.0, 0, 0, 0
+    for start in range(0, len(pictures), batch):
+        x = normalise(pictures[start : start + batch], metadata)
+        truth = labels[start : start + batch]
+        a, b = before(x), after(x)
+        difference = max(difference, float((a - b).abs().max()))
+        changed += int((a.argmax(1) != b.argmax(1)).sum())
+        right_before += int((a.argmax(1) == truth).sum())
+        right_after += int((b.argmax(1) == truth).sum())
+    count = len(pictures)
+    return Comparison(count, difference, changed, 100 * right_before / count, 100 * right_after / count)

@@ -1,0 +1,54 @@
+"""`recnet squeeze` from a weights file to a smaller one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recnets.cli.main import main
+from recnets.data import load_dataset
+from recnets.models import load_weights, read_metadata, save_weights
+
+pytest.importorskip("sklearn", reason="the digits need the extra 'data'")
+
+
+@pytest.fixture
+def source(trained, tmp_path):
+    """Weights for the digits with a third of their channels dead."""
+    data = load_dataset("digits")
+    model = trained("RecNet(2, 4, 3)", dead=0.3, in_channels=data.in_channels)
+    path = tmp_path / "whole.safetensors"
+    normalisation = {"mean": list(data.mean), "std": list(data.std)}
+    metadata = {"dataset": "digits", "classes": data.classes, "normalisation": normalisation, "accuracy": 12.0}
+    save_weights(path, model, metadata)
+    return path
+
+
+def test_writes_a_smaller_file_that_predicts_the_same(source, tmp_path, capsys):
+    out = tmp_path / "small.safetensors"
+    assert main(["squeeze", str(source), "--out", str(out)]) in (0, None)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "0 predictions changed" in printed
+    assert "stages.0.1" in printed
+    whole, small = read_metadata(source), read_metadata(out)
+    assert small["parameters"] < whole["parameters"]
+    assert small["squeezed"]["parameters_before"] == whole["parameters"]
+    assert small["accuracy"] != 12.0  # the digits' whole test set was seen: measured, not copied
+    model, _ = load_weights(out)
+    assert model(torch.zeros(1, model.in_channels, 8, 8)).shape == (1, 10)
+
+
+def test_refuses_to_lose_predictions(source, tmp_path, capsys):
+    out = tmp_path / "small.safetensors"
+    assert main(["squeeze", str(source), "--out", str(out), "--threshold", "0.9"]) == 1
+    error = capsys.readouterr().err
+    assert "predictions changed" in error
+    assert "nothing is written" in error.replace("\n", " ")
+    assert not out.exists()
+
+
+def test_needs_to_know_the_data(trained, tmp_path, capsys):
+    path = tmp_path / "bare.safetensors"
+    save_weights(path, trained(), {})
+    assert main(["squeeze", str(path), "--out", str(tmp_path / "x.safetensors")]) == 1
+    assert "give --data" in capsys.readouterr().err
