@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from recnets.cli.train import parse
 from recnets.errors import RecNetsError
-from recnets.training import Recipe, RunFolder, load_recipe
+from recnets.training import Recipe, RunFolder, RunOptions, load_recipe
 from recnets.training.run_folder import default_run_path, to_toml
 
 
@@ -36,6 +37,16 @@ def test_config_keeps_every_session(tmp_path: Path) -> None:
     folder.write_config(recipe, {"command": "second"})
     assert folder.read_recipe() == recipe
     assert [s["command"] for s in folder.read_config()["session"]] == ["first", "second"]
+
+
+def test_a_resume_keeps_the_options_but_for_the_limits(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    options = {"data_dir": "/data", "compile": True, "max_seconds": 5.0, "epochs_until": 3, "from_the_future": 1}
+    folder.write_config(Recipe(), {"options": {"compile": False}})
+    folder.write_config(Recipe(), {"options": options})
+    assert folder.read_options() == RunOptions(data_dir=Path("/data"), compile=True)
+    parsed = parse(["--resume", str(tmp_path), "--max-seconds", "9"], "recnet train").__self__  # type: ignore[attr-defined]
+    assert parsed.options == RunOptions(data_dir=Path("/data"), compile=True, max_seconds=9.0)
 
 
 def test_metrics_are_cut_to_what_is_known(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class Train:
     out: Path | None = None
     """The run folder; runs/DATE-TIME-MODEL-DATA by default."""
     resume: Path | None = None
-    """Go on with the run in this folder, with its own settings."""
+    """Go on with the run in this folder, with its own settings and options (but for its time limits)."""
     settings: Annotated[Recipe, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="recipe")] = field(default_factory=Recipe)
     options: Annotated[RunOptions, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name="run")] = field(
         default_factory=RunOptions
@@ -78,7 +78,9 @@ def _value(args: Sequence[str], name: str) -> str | None:
 
 def parse(args: Sequence[str], prog: str) -> Callable[[], int]:
     """Read the arguments; their defaults are the recipe's, so that --help shows what will be used."""
-    default = Train(settings=starting_recipe(args))
+    resume = _value(args, "--resume")
+    options = RunOptions() if resume is None else RunFolder(resume).read_options()
+    default = Train(settings=starting_recipe(args), options=options)
     return tyro.cli(Train, prog=prog, args=list(args), default=default).run
 
 

@@ -9,6 +9,7 @@ summary.json, report.html  once the run has ended
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from recnets.errors import RecNetsError
+from recnets.training.options import RunOptions
 from recnets.training.recipe import Recipe, recipe_from_dict
 from recnets.utils import atomic_write
 
@@ -122,6 +124,19 @@ class RunFolder:
     def read_recipe(self) -> Recipe:
         """The recipe that the run was started with."""
         return recipe_from_dict(self.read_config().get("recipe", {}), source=str(self.config))
+
+    def read_options(self) -> RunOptions:
+        """The options of the last session, but for those that ended it."""
+        sessions = self.read_config().get("session", [])
+        found = dict(sessions[-1].get("options", {})) if sessions else {}
+        names = {f.name for f in dataclasses.fields(RunOptions)} - {"max_seconds", "epochs_until"}
+        values = {name: value for name, value in found.items() if name in names}
+        if "data_dir" in values:
+            values["data_dir"] = Path(values["data_dir"])
+        try:
+            return RunOptions(**values)
+        except (TypeError, ValueError) as error:
+            raise RecNetsError(f"{self.config}: {error}") from error
 
     def write_config(self, recipe: Recipe, session: Mapping[str, Any]) -> None:
         """The recipe, and `session` (when, where, how) added to those before it."""

@@ -134,7 +134,7 @@ def _run(
     }
     if main:
         started = {"started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "epoch": position.epoch, "step": position.step}
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(session.options).items()}
+        settings = {k: str(v.absolute()) if isinstance(v, Path) else v for k, v in asdict(session.options).items()}
         folder.write_config(recipe, {**started, **origin, "processes": session.processes.world, "options": settings})
         folder.rewrite_metrics(position.history)
     session.processes.wait()
