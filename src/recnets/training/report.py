@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -30,6 +31,7 @@ def write_report(
     evaluation: Evaluation,
 ) -> None:
     """Write the page for the state that `evaluation` (of the test split) describes."""
+    data = replace(data, classes=[name.replace("_", " ") for name in data.classes])  # CIFAR's sweet_pepper
     style = (resources.files("recnets") / "training" / "report.css").read_text(encoding="utf-8")
     body = "\n".join(
         [
