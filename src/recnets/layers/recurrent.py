@@ -25,7 +25,7 @@ class Recurrent(nn.Module):
     - "stream": the paper's Computational Simplification, y = Σ_i h_i ⊛ A_i, one s_out-wide state alive at a time;
       without gradients nothing d·s_out wide is ever allocated. In half precision the running sum is kept in that
       precision.
-    - "auto" (default): streams whenever no gradient is needed.
+    - "auto" (default): streams whenever no gradient is needed (unless backend="triton" is asked for).
     """
 
     def __init__(self, s_in: int, s_out: int, c_out: int, d: int, *, mode: str = "auto", **crc_options: Any) -> None:
@@ -35,7 +35,9 @@ class Recurrent(nn.Module):
         self.transition = TransitionBlock(d * s_out, c_out, backend=self.crc.backend)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.mode == "concat" or (self.mode == "auto" and self._needs_grad(x)):
+        # An explicit backend="triton" never falls back, and the kernels give all hidden states.
+        whole = self._needs_grad(x) or self.crc.backend == "triton"
+        if self.mode == "concat" or (self.mode == "auto" and whole):
             return self.transition(self.crc(x))
         return self._stream(x)
 

@@ -62,8 +62,6 @@ def cannot_run(x: Tensor, norm: Norm | None, widest: int) -> str | None:
         return f"the kernels take float32, float16 and bfloat16, got {x.dtype}"
     if norm is None or norm.weight is None or norm.bias is None:
         return "the kernels need a norm with weight and bias"
-    if not norm.batch_statistics:
-        return "the training kernels need batch statistics (training mode)"
     if norm.group is not None:
         return "the kernels do not synchronise batch statistics over processes"
     if x.shape[0] * x.shape[2] * x.shape[3] * max(widest, x.shape[1]) >= 2**31:
@@ -80,7 +78,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def _choose(backend: str, reason: str | None) -> bool:
     """Do the kernels run? Raises for an explicit request that cannot be met."""
     if backend == "torch" or (reason is not None and backend == "auto"):
-        if backend == "auto" and AVAILABLE and not torch.compiler.is_compiling() and reason not in _said:
+        if backend == "auto" and not torch.compiler.is_compiling() and reason not in _said:
             _said.add(str(reason))
             _log.info("plain PyTorch runs a CRC layer: %s", reason)
         return False
@@ -102,19 +100,30 @@ def crc(
     """All hidden states of a CRC layer, (N, d·s_in, H, W) -> (N, d·s_out, H, W)."""
     s_out, s_in = weight_x.shape[:2]
     reason = missing_kernel(r, weight_x.shape[-1], weight_h.shape[-1], s_in, s_out) or cannot_run(x, norm, r.d * s_out)
+    if reason is None and norm is not None and not norm.batch_statistics:
+        tensors = (x, weight_x, weight_h, norm.weight, norm.bias)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            reason = "the evaluation kernel has no gradient (a frozen norm in training, or no torch.no_grad())"
     if backend == "torch" or not _choose(backend, reason):
         return plain.crc(x, weight_x, weight_h, bias, norm, r)
     assert norm is not None
     assert norm.weight is not None
     assert norm.bias is not None
+    if not norm.batch_statistics:
+        assert norm.mean is not None
+        assert norm.var is not None
+        return fused.crc_eval(
+            x.to(compute_dtype(x)), weight_x, weight_h, norm.weight, norm.bias, norm.mean, norm.var, r.d, norm.eps
+        )
     h, _, sums = fused.crc_train(x.to(compute_dtype(x)), weight_x, weight_h, norm.weight, norm.bias, r.d, norm.eps)
     _update(sums, norm, x)
     return h
 
 
 def norm_relu(y: Tensor, norm: Norm, *, backend: str = "auto") -> Tensor:
-    """ReLU(BN(y)) of a whole map, (N, C, H, W) -> the same."""
-    if backend == "torch" or not _choose("auto", cannot_run(y, norm, y.shape[1])):
+    """ReLU(BN(y)) of a whole map, (N, C, H, W) -> the same; fused in training."""
+    able = norm.batch_statistics and backend != "torch" and cannot_run(y, norm, y.shape[1]) is None
+    if not able or (INTERPRETED and backend != "triton"):
         return plain.sigma(y, norm)
     assert norm.weight is not None
     assert norm.bias is not None

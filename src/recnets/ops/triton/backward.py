@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from recnets.ops.triton.forward import add_sums, batch_affine, conv_rows
 
@@ -22,7 +23,7 @@ def norm_grad_rows(
     """dz_i = γ_i/σ_i · (m - mean(m) - ẑ_i · mean(m·ẑ_i)), m = g_i·[h_i > 0], for the pixels start .. stop."""
     c = tl.arange(0, BC)
     ok_c = c < SO
-    scale, shift, rstd, mean = batch_affine(sums, gamma, beta, i, c, M, eps, D, SO)
+    scale, shift, rstd, mean = batch_affine(sums, gamma, beta, i, c, M, eps, D, SO, True)
     mean_g = tl.load(gsums + i * SO + c, mask=ok_c, other=0.0) / M
     mean_gz = tl.load(gsums + (D + i) * SO + c, mask=ok_c, other=0.0) / M
     for q0 in range(start, stop, BP):
@@ -42,30 +43,36 @@ def backward_step_kernel(
     dh, wh, gamma, beta, z, sums, g_next, g, dz, gsums, parts, i, M, eps,
     H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, SO: tl.constexpr, KH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BKH: tl.constexpr, HALO: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
-    PRECISION: tl.constexpr, ATOMIC: tl.constexpr,
+    PRECISION: tl.constexpr, ATOMIC: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Launch i of the backward pass: dz_{i+1} from g_{i+1}, then g_i and its two sums."""
+    """Launch i of the backward pass: dz_{i+1} from g_{i+1}, then g_i and its two sums.
+
+    With PDL it starts while launch i+1 still runs, and loads dh_i and z_i, which no launch of the pass writes.
+    """
+    if PDL:
+        gdc_launch_dependents()
     first = tl.program_id(0) * BM
+    p = first + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    valid = p < M
+    ok = valid[:, None] & (n < SO)[None, :]
+    at = p[:, None] * (D * SO) + i * SO + n[None, :]
+    acc = tl.load(dh + at, mask=ok, other=0.0).to(tl.float32)
+    value = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
+    scale, shift, rstd, mean = batch_affine(sums, gamma, beta, i, n, M, eps, D, SO, True)
+    if PDL:
+        gdc_wait()
     if i < D - 1:
         norm_grad_rows(
             g_next, z, dz, sums, gsums, gamma, beta, i + 1, first - HALO, first + BM + HALO, M, eps, D, SO, BC, BP
         )
         tl.debug_barrier()
-    p = first + tl.arange(0, BM)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    valid = p < M
-    ok = valid[:, None] & (n < SO)[None, :]
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    if i < D - 1:
         px = p % W
         py = (p // W) % H
+        column = (i + 1) * SO
         acc = conv_rows(
-            acc, dz, wh, p, py, px, valid, n, D * SO, (i + 1) * SO, -1, SO, SO, KH, H, W, BKH, True, PRECISION
+            acc, dz, wh, p, py, px, valid, n, D * SO, column, -1, SO, SO, KH, H, W, BKH, True, PRECISION, UNROLL
         )
-    at = p[:, None] * (D * SO) + i * SO + n[None, :]
-    acc += tl.load(dh + at, mask=ok, other=0.0).to(tl.float32)
-    scale, shift, rstd, mean = batch_affine(sums, gamma, beta, i, n, M, eps, D, SO)
-    value = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
     grad = tl.where(ok & (value * scale[None, :] + shift[None, :] > 0), acc, 0.0)
     tl.store(g + p[:, None] * SO + n[None, :], acc.to(g.dtype.element_ty), mask=ok)
     zhat = (value - mean[None, :]) * rstd[None, :]
@@ -86,7 +93,7 @@ def norm_grad_kernel(
 def input_grad_kernel(
     dz, wx, dx, M,
     H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, SI: tl.constexpr, SO: tl.constexpr, KX: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """dx_i = dz_i ⊛ W_xᵀ for all steps at once."""
     i = tl.program_id(1)
@@ -95,7 +102,26 @@ def input_grad_kernel(
     valid = p < M
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     acc = conv_rows(
-        acc, dz, wx, p, (p // W) % H, p % W, valid, n, D * SO, i * SO, -1, SO, SI, KX, H, W, BK, True, PRECISION
+        acc,
+        dz,
+        wx,
+        p,
+        (p // W) % H,
+        p % W,
+        valid,
+        n,
+        D * SO,
+        i * SO,
+        -1,
+        SO,
+        SI,
+        KX,
+        H,
+        W,
+        BK,
+        True,
+        PRECISION,
+        UNROLL,
     )
     ok = valid[:, None] & (n < SI)[None, :]
     tl.store(dx + p[:, None] * (D * SI) + i * SI + n[None, :], acc.to(dx.dtype.element_ty), mask=ok)
@@ -129,6 +155,9 @@ def weight_grad_kernel(
         x = (p % W)[:, None] + dx[None, :]
         ok = (valid & (y >= 0) & (y < H))[:, None] & (x >= 0) & (x < W) & ok_column[None, :]
         at = (p + dy * W)[:, None] * (D * CA) + (dx * (D * CA) + ci)[None, :] + (i - LAG) * CA
+        if CA % 8 == 0:  # the compiler cannot see through the division that a tap's channels lie together
+            at = tl.max_contiguous(tl.multiple_of(at, (1, 8)), (1, 8))
+            ok = tl.max_constancy(ok, (1, 8))
         image = tl.load(a + at, mask=ok, other=0.0)
         grad = tl.load(
             dz + p[:, None] * (D * SO) + i * SO + co[None, :], mask=valid[:, None] & (co < SO)[None, :], other=0.0
@@ -139,17 +168,21 @@ def weight_grad_kernel(
     tl.store(parts + at, acc, mask=ok_column[None, :] & (co < SO)[:, None])
 
 
-@triton.jit(do_not_specialize=["parts_count"])
+@triton.jit(do_not_specialize=["count"])
 def weight_sum_kernel(
-    parts, dw, parts_count, CA: tl.constexpr, SO: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr
+    parts, dw, count, stride_co, stride_ci, stride_tap,
+    CA: tl.constexpr, SO: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts in order and lay the sum out as the weight: (taps, CA, SO) -> (SO, CA, k, k)."""
+    """Add the parts in a fixed order and lay the sum out as the weight: (taps, CA, SO) -> (SO, CA, k, k)."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = o < TAPS * CA * SO
-    acc = tl.zeros((BLOCK,), dtype=tl.float32)
-    for s in range(parts_count):
-        acc += tl.load(parts + s * (TAPS * CA * SO) + o, mask=ok, other=0.0)
+    acc = tl.zeros((BS, BLOCK), dtype=tl.float32)
+    for s0 in range(0, count, BS):
+        s = s0 + tl.arange(0, BS)
+        at = s[:, None] * (TAPS * CA * SO) + o[None, :]
+        acc += tl.load(parts + at, mask=(s < count)[:, None] & ok[None, :], other=0.0)
     co = o % SO
     ci = (o // SO) % CA
     tap = o // (SO * CA)
-    tl.store(dw + (co * CA + ci) * TAPS + tap, acc.to(dw.dtype.element_ty), mask=ok)
+    at = co * stride_co + ci * stride_ci + tap * stride_tap
+    tl.store(dw + at, tl.sum(acc, 0).to(dw.dtype.element_ty), mask=ok)

@@ -41,7 +41,7 @@ def grad_sums_kernel(
 ):  # fmt: skip
     """Σm and Σm·ŷ with m = g·[output > 0] over the rows of a program's share."""
     c = tl.arange(0, BC)
-    scale, shift, rstd, mean = fwd.batch_affine(sums, gamma, beta, 0, c, M, eps, 1, C)
+    scale, shift, rstd, mean = fwd.batch_affine(sums, gamma, beta, 0, c, M, eps, 1, C, True)
     first = tl.program_id(0) * each
     total = tl.zeros((BP, BC), dtype=tl.float32)
     products = tl.zeros((BP, BC), dtype=tl.float32)
@@ -76,7 +76,7 @@ def norm_relu_train(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple
     sums.finish(0)
     out = torch.empty_like(rows)
     fwd.activate_kernel[(triton.cdiv(pixels, block),)](
-        rows, out, sums.total, gamma, beta, 0, pixels, eps, 1, channels, padded, block, block
+        rows, out, sums.total, gamma, beta, 0, pixels, eps, 1, channels, padded, block, block, True
     )
     return map_of(out), sums.total
 
@@ -118,11 +118,14 @@ def _(g: Tensor, y: Tensor, sums: Tensor, gamma: Tensor, beta: Tensor, eps: floa
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     y, gamma, beta, eps = inputs
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(y, output[1], gamma, beta)
     ctx.eps = eps
 
 
-def _backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if g is None:
+        return (None,) * 4
     y, sums, gamma, beta = ctx.saved_tensors
     dy, dnorm = norm_relu_train_backward(g, y, sums, gamma, beta, ctx.eps)
     dbeta, dgamma = dnorm.flatten(1).to(gamma.dtype)

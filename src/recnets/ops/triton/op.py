@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from recnets.ops.triton import backward as bwd
 from recnets.ops.triton import forward as fwd
-from recnets.ops.triton.tiles import grad_parts, step_tiles
+from recnets.ops.triton.tiles import grad_parts, grad_tiles, power, step_tiles
 
 ELEMENTWISE = 1024
 
@@ -38,12 +39,17 @@ def _block(channels: int, largest: int = 64) -> int:
     return power if channels >= 16 else 16
 
 
+def _strides(weight: Tensor) -> tuple[int, int, int]:
+    """Of output channel, input channel and tap; taps are one dimension in every memory format of a square kernel."""
+    return weight.stride(0), weight.stride(1), weight.stride(3)
+
+
 def _pack(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """(c_out, c_in, k, k) -> (k·k, c_in, c_out) in the compute dtype."""
     c_out, c_in, k, _ = weight.shape
     packed = torch.empty(k * k, c_in, c_out, dtype=dtype, device=weight.device)
     grid = (triton.cdiv(packed.numel(), ELEMENTWISE),)
-    fwd.pack_kernel[grid](weight.contiguous(), packed, packed.numel(), c_in, c_out, k * k, ELEMENTWISE)
+    fwd.pack_kernel[grid](weight, packed, packed.numel(), *_strides(weight), c_in, c_out, ELEMENTWISE)
     return packed
 
 
@@ -55,15 +61,27 @@ def _halo(kernel: int, tile: int, height: int, width: int) -> int:
 def rows_block(channels: int) -> tuple[int, int]:
     """(channels padded to a power of two, pixels at a time) for the elementwise parts."""
     padded = triton.next_power_of_2(channels)
-    return padded, max(1, 4096 // padded)
+    return padded, max(1, 8192 // padded)
+
+
+@cache
+def _dependent_launch(device: torch.device) -> bool:
+    """Can a launch start before the one it follows has ended? From compute capability 9 on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _early(x: Tensor, follows: bool) -> dict[str, bool]:
+    """Launch options of a step that directly follows another step."""
+    early = follows and _dependent_launch(x.device)
+    return {"PDL": early, "launch_pdl": early} if x.is_cuda else {"PDL": False}
 
 
 class Sums:
     """Two sums a channel and step: added atomically, or in a fixed order where determinism is asked for."""
 
-    def __init__(self, d: int, s_out: int, programs: int, device: torch.device) -> None:
-        self.atomic = not torch.are_deterministic_algorithms_enabled()
-        self.total = torch.zeros(2, d, s_out, dtype=torch.float32, device=device)
+    def __init__(self, d: int, s_out: int, programs: int, device: torch.device, known: Tensor | None = None) -> None:
+        self.atomic = known is not None or not torch.are_deterministic_algorithms_enabled()
+        self.total = torch.zeros(2, d, s_out, dtype=torch.float32, device=device) if known is None else known
         self.parts = self.total if self.atomic else torch.empty(programs, 2, s_out, device=device)
 
     def finish(self, i: int) -> None:
@@ -72,14 +90,17 @@ class Sums:
             self.total[:, i] = self.parts.sum(0)
 
 
-@torch.library.custom_op("recnets::crc_train", mutates_args=())
-def crc_train(
-    x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, d: int, eps: float
+def _forward(
+    x: Tensor,
+    weight_x: Tensor,
+    weight_h: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    statistics: Tensor | None,
+    d: int,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Eq. 3 with batch statistics: (hidden states, pre-activations, sums).
-
-    x (N, d·s_in, H, W) -> h and z (N, d·s_out, H, W) in channels-last order and sums (2, d, s_out): Σz and Σz².
-    """
+    """All launches of a forward pass: (h, z, sums), h and z (N, H, W, d·s_out); `statistics` are running ones."""
     rows = rows_of(x)
     n, height, width, _ = rows.shape
     s_out, s_in, kernel_x, _ = weight_x.shape
@@ -91,7 +112,8 @@ def crc_train(
     gamma, beta = gamma.contiguous(), beta.contiguous()
     tiles = step_tiles("forward", pixels, s_out, x.device, x.element_size())
     grid = (triton.cdiv(pixels, tiles.bm), triton.cdiv(s_out, tiles.bn))
-    sums = Sums(d, s_out, grid[0], x.device)
+    batch = statistics is None
+    sums = Sums(d, s_out, grid[0], x.device, statistics)
     padded, block = rows_block(s_out)
     taps = 16 // triton.next_power_of_2(s_in) if s_in <= 8 and kernel_x > 1 else 1
     for i in range(d):
@@ -100,13 +122,58 @@ def crc_train(
             height, width, d, s_in, s_out, kernel_x, kernel_h,
             BM=tiles.bm, BN=tiles.bn, BKX=_block(s_in), BKH=_block(s_out), TAPS=taps,
             HALO=_halo(kernel_h, tiles.bm, height, width), BC=padded, BP=block,
-            PRECISION=_precision(x.dtype), ATOMIC=sums.atomic, num_warps=tiles.warps, num_stages=tiles.stages,
+            PRECISION=_precision(x.dtype), ATOMIC=sums.atomic, UNROLL=tiles.unroll, BATCH=batch,
+            num_warps=tiles.warps, num_stages=tiles.stages, **_early(x, i > 0 and sums.atomic),
         )  # fmt: skip
         sums.finish(i)
     fwd.activate_kernel[(triton.cdiv(pixels, block),)](
-        z, h, sums.total, gamma, beta, d - 1, pixels, eps, d, s_out, padded, block, block
+        z, h, sums.total, gamma, beta, d - 1, pixels, eps, d, s_out, padded, block, block, batch
     )
-    return map_of(h), map_of(z), sums.total
+    return h, z, sums.total
+
+
+@torch.library.custom_op("recnets::crc_train", mutates_args=())
+def crc_train(
+    x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, d: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Eq. 3 with batch statistics: (hidden states, pre-activations, sums).
+
+    x (N, d·s_in, H, W) -> h and z (N, d·s_out, H, W) in channels-last order and sums (2, d, s_out): Σz and Σz².
+    """
+    h, z, sums = _forward(x, weight_x, weight_h, gamma, beta, None, d, eps)
+    return map_of(h), map_of(z), sums
+
+
+@torch.library.custom_op("recnets::crc_eval", mutates_args=())
+def crc_eval(
+    x: Tensor,
+    weight_x: Tensor,
+    weight_h: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    d: int,
+    eps: float,
+) -> Tensor:
+    """Eq. 3 with running statistics, (d·s_out) each; not differentiable."""
+    statistics = torch.stack([mean, var]).float().reshape(2, d, -1)
+    return map_of(_forward(x, weight_x, weight_h, gamma, beta, statistics, d, eps)[0])
+
+
+@crc_eval.register_fake
+def _(
+    x: Tensor,
+    weight_x: Tensor,
+    weight_h: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    d: int,
+    eps: float,
+) -> Tensor:
+    return map_of(x.new_empty(x.shape[0], x.shape[2], x.shape[3], d * weight_x.shape[0]))
 
 
 @crc_train.register_fake
@@ -144,18 +211,18 @@ def crc_train_backward(
             dh, wh, gamma, beta, z, sums, g[(i + 1) % 2], g[i % 2], dz, gsums.total, gsums.parts, i, pixels, eps,
             height, width, d, s_out, kernel_h,
             BM=tiles.bm, BN=tiles.bn, BKH=_block(s_out), HALO=_halo(kernel_h, tiles.bm, height, width),
-            BC=padded, BP=block, PRECISION=precision, ATOMIC=gsums.atomic,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            BC=padded, BP=block, PRECISION=precision, ATOMIC=gsums.atomic, UNROLL=tiles.unroll,
+            num_warps=tiles.warps, num_stages=tiles.stages, **_early(x, i < d - 1 and gsums.atomic),
         )  # fmt: skip
         gsums.finish(i)
     bwd.norm_grad_kernel[(triton.cdiv(pixels, block),)](
         g[0], z, dz, sums, gsums.total, gamma, beta, pixels, eps, d, s_out, padded, block, block
     )
     dx = torch.empty_like(rows)
-    tiles = step_tiles("input", pixels * d, max(16, triton.next_power_of_2(s_in)), x.device, x.element_size())
+    tiles = step_tiles("input", pixels, power(s_in), x.device, x.element_size())
     bwd.input_grad_kernel[(triton.cdiv(pixels, tiles.bm), d)](
         dz, wx, dx, pixels, height, width, d, s_in, s_out, kernel_x,
-        BM=tiles.bm, BN=max(16, triton.next_power_of_2(s_in)), BK=_block(s_out), PRECISION=precision,
+        BM=tiles.bm, BN=power(s_in), BK=_block(s_out), PRECISION=precision, UNROLL=tiles.unroll,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     dwx = _weight_grad(rows, dz, weight_x, d, lag=0)
@@ -169,22 +236,20 @@ def _weight_grad(a: Tensor, dz: Tensor, weight: Tensor, d: int, lag: int) -> Ten
     n, height, width, _ = a.shape
     if d == lag:
         return torch.zeros_like(weight)
-    small = a.element_size() < 4
-    bo = min(128 if small else 64, max(16, triton.next_power_of_2(s_out)))
-    bn = min(128 if small else 64, max(16, triton.next_power_of_2(kernel * channels)))
-    bp = 64 if small else 32
     pixels = n * height * width
-    columns = kernel * triton.cdiv(kernel * channels, bn)
-    out_blocks = triton.cdiv(s_out, bo)
-    chunks, each, count = grad_parts(pixels, d - lag, columns * out_blocks, bp, a.device)
+    tiles = grad_tiles(pixels, s_out, kernel * channels, weight.numel(), a.device, a.element_size())
+    columns = kernel * triton.cdiv(kernel * channels, tiles.bn)
+    out_blocks = triton.cdiv(s_out, tiles.bo)
+    chunks, each, count = grad_parts(pixels, d - lag, columns * out_blocks, tiles, a.device)
     parts = torch.empty(count, kernel * kernel, channels, s_out, dtype=torch.float32, device=a.device)
     bwd.weight_grad_kernel[(count, columns, out_blocks)](
         a, dz, parts, pixels, chunks, each, height, width, d, channels, s_out, kernel, lag,
-        BO=bo, BN=bn, BP=bp, PRECISION=_precision(a.dtype), num_warps=8 if bo * bn >= 128 * 64 else 4, num_stages=3,
+        BO=tiles.bo, BN=tiles.bn, BP=tiles.bp, PRECISION=_precision(a.dtype),
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    grid = (triton.cdiv(grad.numel(), 256),)
-    bwd.weight_sum_kernel[grid](parts, grad, count, channels, s_out, kernel * kernel, 256)
+    grad = torch.empty_like(weight)
+    grid = (triton.cdiv(grad.numel(), 64),)
+    bwd.weight_sum_kernel[grid](parts, grad, count, *_strides(grad), channels, s_out, kernel * kernel, 64, 64)
     return grad
 
 
@@ -195,18 +260,20 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, channels, height, width = x.shape
     dx = map_of(x.new_empty(n, height, width, channels))
-    plain = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in (weight_x, weight_h)]
-    return dx, plain[0], plain[1], torch.empty_like(sums)
+    return dx, torch.empty_like(weight_x), torch.empty_like(weight_h), torch.empty_like(sums)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, weight_x, weight_h, gamma, beta, _, eps = inputs
     ctx.mark_non_differentiable(output[1], output[2])
+    ctx.set_materialize_grads(False)  # else autograd would fill zeros for z and the sums
     ctx.save_for_backward(x, *output, weight_x, weight_h, gamma, beta)
     ctx.eps = eps
 
 
-def _backward(ctx: Any, dh: Tensor, dz: Tensor, dsums: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dh: Tensor | None, dz: None, dsums: None) -> tuple[Tensor | None, ...]:
+    if dh is None:
+        return (None,) * 7
     x, h, z, sums, weight_x, weight_h, gamma, beta = ctx.saved_tensors
     dx, dwx, dwh, dnorm = crc_train_backward(dh, x, h, z, sums, weight_x, weight_h, gamma, beta, ctx.eps)
     dbeta, dgamma = dnorm.flatten(1).to(gamma.dtype)
