@@ -56,7 +56,7 @@ def check_request(backend: str, r: Recurrence, kernel_x: int, kernel_h: int, s_i
 
 def cannot_run(x: Tensor, norm: Norm | None, widest: int) -> str | None:
     """Why the kernels cannot take this input now, or None where they can. `widest` is the channels of the output."""
-    if not AVAILABLE or not (x.is_cuda or INTERPRETED):
+    if not AVAILABLE or not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
         return f"the kernels need a CUDA tensor and the package 'triton', got a tensor on {x.device}"
     if compute_dtype(x) not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the kernels take float32, float16 and bfloat16, got {x.dtype}"
