@@ -1,11 +1,15 @@
 """What every test starts from, and the specification in the form that the tests of layers compare with."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are first imported
 
 from recnets.layers import CRC, Recurrent
 from recnets.ops import naive

@@ -1,0 +1,214 @@
+"""The fused kernels against the naive loop: on a GPU as they are, elsewhere in Triton's interpreter."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from recnets.layers import CRC, Recurrent
+from recnets.ops import dispatch, naive
+
+pytestmark = pytest.mark.skipif(not dispatch.AVAILABLE, reason="needs the package 'triton'")
+if dispatch.AVAILABLE:
+    from recnets.ops.triton import batch_norm, op
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's bf16 is wrong
+# N, H, W, s_in, s_out, d, kernel_x, kernel_h
+SMALL = [
+    (2, 5, 7, 4, 16, 3, 3, 3),  # nothing fills a tile, two narrow taps short of a product
+    (1, 8, 8, 8, 32, 2, 3, 3),  # tiles are whole images
+    (3, 5, 4, 12, 48, 3, 3, 1),
+    (2, 6, 5, 5, 20, 1, 1, 3),  # one step: W_h is idle
+    (1, 3, 9, 16, 24, 2, 1, 1),
+]
+LARGE = [
+    (2, 32, 32, 8, 32, 10, 3, 3),
+    (3, 16, 16, 16, 64, 10, 3, 3),
+    (5, 8, 8, 32, 128, 10, 3, 3),
+    (2, 8, 8, 24, 96, 30, 3, 3),
+    (1, 64, 64, 4, 16, 3, 3, 3),
+    (3, 17, 13, 12, 48, 5, 3, 3),
+    (2, 16, 16, 16, 64, 4, 1, 3),
+]
+SHAPES = SMALL + (LARGE if DEVICE == "cuda" else [])
+
+
+def rms(error: Tensor, reference: Tensor) -> float:
+    """RMS(error)/RMS(reference); a reference of zero has to be met exactly."""
+    error, reference = error.detach().double(), reference.detach().double()
+    size = reference.square().mean().sqrt()
+    distance = (error - reference).square().mean().sqrt()
+    return float(distance / size) if size > 0 else float(distance)
+
+
+def make(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], int]:
+    """x, W_x, W_h, γ, β on the device, x in `dtype` and the parameters in float32."""
+    n, height, width, s_in, s_out, d, kernel_x, kernel_h = shape
+    x = torch.randn(n, d * s_in, height, width)
+    weight_x = torch.randn(s_out, s_in, kernel_x, kernel_x) / (s_in * kernel_x**2) ** 0.5
+    weight_h = torch.randn(s_out, s_out, kernel_h, kernel_h) / (s_out * kernel_h**2) ** 0.5
+    gamma, beta = torch.rand(d * s_out) + 0.5, 0.1 * torch.randn(d * s_out)
+    gamma[::7] *= -1  # trained networks have some
+    return [x.to(DEVICE, dtype), *(t.to(DEVICE) for t in (weight_x, weight_h, gamma, beta))], d
+
+
+def leaves(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [t.detach().to(dtype or t.dtype).clone().requires_grad_() for t in tensors]
+
+
+def gradients(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+
+
+def naive_with_masks(tensors: list[Tensor], d: int, masks: Tensor) -> Tensor:
+    """The recurrence with ReLU's decisions given: in half precision some of them fall the other way near zero, which
+    no rounding of the rest explains."""
+    x, weight_x, weight_h, gamma, beta = tensors
+    s_out = weight_x.shape[0]
+    h, hidden = None, []
+    for i, (x_i, mask) in enumerate(zip(x.chunk(d, 1), masks.chunk(d, 1), strict=True)):
+        z = naive.conv(x_i, weight_x) + (0 if h is None else naive.conv(h, weight_h))
+        own = slice(i * s_out, (i + 1) * s_out)
+        scratch = torch.zeros_like(gamma[own]).detach()
+        h = mask * naive.batch_norm(z, scratch, scratch.clone(), gamma[own], beta[own], True, 0.1, 1e-5)
+        hidden.append(h)
+    return torch.cat(hidden, 1)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_float32_forward_statistics_and_every_gradient(shape, deterministic, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.use_deterministic_algorithms(deterministic)
+    tensors, d = make(shape, torch.float32)
+    expected = leaves(tensors, torch.float64)
+    mean, var = torch.zeros_like(expected[3].detach()), torch.ones_like(expected[3].detach())
+    h = naive.crc(*expected[:3], None, (mean, var, expected[3], expected[4]), d=d, training=True)
+    grad = torch.randn_like(h)
+    h.backward(grad)
+
+    actual = leaves(tensors)
+    fused, _, sums = op.crc_train(*actual, d, 1e-5)
+    fused.backward(grad.float())
+    assert rms(fused, h) < 1e-5
+    for name, got, want in zip(
+        ("x", "weight_x", "weight_h", "gamma", "beta"), gradients(actual), gradients(expected), strict=True
+    ):
+        assert rms(got, want) < 1e-5, name
+    fused_mean, fused_var = torch.zeros_like(mean).float(), torch.ones_like(var).float()
+    op.update_running(sums, fused_mean, fused_var, h.shape[0] * h.shape[2] * h.shape[3], 0.1)
+    assert rms(fused_mean, mean) < 1e-5
+    assert rms(fused_var, var) < 1e-5
+
+
+@pytest.mark.parametrize("shape", SMALL[:3] + (LARGE if DEVICE == "cuda" else []), ids=str)
+def test_half_precision_forward_and_every_gradient(shape):
+    tensors, d = make(shape, HALF)
+    actual = leaves(tensors)
+    fused, _, _ = op.crc_train(*actual, d, 1e-5)
+    expected = leaves(tensors, torch.float64)
+    h = naive_with_masks(expected, d, (fused > 0).double())
+    grad = torch.randn_like(h)
+    h.backward(grad)
+    fused.backward(grad.to(HALF))
+    assert rms(fused, h) < 1e-2
+    for got, want in zip(gradients(actual), gradients(expected), strict=True):
+        assert rms(got, want) < 1e-2
+
+
+def test_ten_repeats_are_bitwise_equal_where_determinism_is_asked_for():
+    torch.use_deterministic_algorithms(True)
+    tensors, d = make(LARGE[0] if DEVICE == "cuda" else SMALL[1], HALF)
+
+    def run() -> list[Tensor]:
+        inputs = leaves(tensors)
+        h, _, sums = op.crc_train(*inputs, d, 1e-5)
+        h.backward(torch.ones_like(h))
+        return [h, sums, *gradients(inputs)]
+
+    first = run()
+    for _ in range(9 if DEVICE == "cuda" else 1):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+def test_norm_and_relu_of_a_map():
+    y = 2 * torch.randn(3, 20, 5, 7, device=DEVICE) + 1
+    gamma, beta = torch.rand(20, device=DEVICE) + 0.5, torch.randn(20, device=DEVICE)
+    expected, actual = leaves([y, gamma, beta], torch.float64), leaves([y, gamma, beta])
+    out = torch.relu(torch.nn.functional.batch_norm(expected[0], None, None, expected[1], expected[2], True))
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    fused, _ = batch_norm.norm_relu_train(*actual, 1e-5)
+    fused.backward(grad.float())
+    assert rms(fused, out) < 1e-5
+    for got, want in zip(gradients(actual), gradients(expected), strict=True):
+        assert rms(got, want) < 1e-5
+
+
+def test_operators_are_registered_as_torch_expects():
+    tensors, d = make((1, 3, 4, 4, 16, 2, 3, 3), torch.float32)
+    # Batch statistics are added atomically by default: two runs agree in all but the last digits.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(op.crc_train, (*leaves(tensors), d, 1e-5), test_utils=checks)
+    statistics = (torch.zeros(2 * 16, device=DEVICE), torch.ones(2 * 16, device=DEVICE))
+    torch.library.opcheck(op.crc_eval, (*tensors, *statistics, d, 1e-5), test_utils=checks)
+    y = torch.randn(2, 16, 3, 3, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(batch_norm.norm_relu_train, (y, *statistics, 1e-5), test_utils=checks)
+
+
+def with_backend(module: torch.nn.Module, backend: str) -> torch.nn.Module:
+    module = copy.deepcopy(module)
+    for child in module.modules():
+        if hasattr(child, "backend"):
+            child.backend = backend
+    return module
+
+
+def test_a_recurrent_module_gives_the_same_on_both_backends():
+    plain = Recurrent(4, 16, 12, 2, backend="torch").to(DEVICE)
+    fused = with_backend(plain, "triton")
+    x = torch.randn(2, 8, 4, 6, device=DEVICE)
+    for training in (True, True, False):
+        with torch.set_grad_enabled(training):
+            a, b = plain.train(training)(x), fused.train(training)(x)
+        assert rms(b, a) < 1e-4
+        if training:
+            a.square().sum().backward()
+            b.square().sum().backward()
+    for (name, got), want in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        assert rms(got.grad, want.grad) < 1e-4, name
+    for (name, got), want in zip(fused.named_buffers(), plain.buffers(), strict=True):
+        assert rms(got.float(), want.float()) < 1e-4, name
+
+
+def test_an_explicit_request_that_cannot_be_met_raises():
+    layer = CRC(4, 16, 2, backend="triton").to(DEVICE)
+    with pytest.raises(ValueError, match="float64"):
+        layer.double()(torch.randn(1, 8, 4, 4, device=DEVICE, dtype=torch.float64))
+    with pytest.raises(ValueError, match="evaluation kernel has no gradient"):
+        layer.float().eval()(torch.randn(1, 8, 4, 4, device=DEVICE))
+    with pytest.raises(ValueError, match="up to 128 channels"):
+        CRC(4, 129, 2, backend="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+def test_under_autocast_compile_and_a_cuda_graph():
+    module = Recurrent(8, 32, 40, 5, backend="triton").cuda()
+    x = torch.randn(4, 40, 16, 16, device="cuda")
+    plain = with_backend(module, "torch")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        expected, actual = plain(x), module(x)
+        compiled = torch.compile(module, fullgraph=True)(x)
+    assert actual.dtype == torch.bfloat16
+    assert rms(actual, expected) < 2e-2
+    assert rms(compiled, expected) < 2e-2
+    with torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = module(x)
+        graph.replay()
+        torch.cuda.synchronize()
+    assert rms(captured, module(x)) < 1e-4
