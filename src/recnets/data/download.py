@@ -17,9 +17,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
 from recnets.errors import RecNetsError
 
 CHUNK = 1 << 18
@@ -65,6 +62,10 @@ def _size(path: Path) -> int:
 
 
 def _fetch_all(url: str, part: Path) -> None:
+    # Here and not above: reading data that is there needs no rich.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import json
 import os
 import shlex
 import signal
@@ -26,6 +25,7 @@ from recnets.experiments.plan import Step, make_plan, measured, ordered, with_ti
 from recnets.experiments.runs import Place, Protocol, Run, distinct, places
 from recnets.models.registry import canonical_name
 from recnets.training.distributed import Processes, choose_device, device_name
+from recnets.training.recipe import parse_options
 from recnets.utils import choose, did_you_mean
 
 MARGIN = 10.0  # seconds before --max-seconds in which runs under way save their checkpoints
@@ -104,15 +104,7 @@ class Reproduce:
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:
     """`["precision=bf16", "epochs=20"]` as a dict; values are JSON where they can be, else text."""
-    settings = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not equals or not key:
-            raise ValueError(f"set takes KEY=VALUE, got {word!r}")
-        try:
-            settings[key] = json.loads(text)
-        except json.JSONDecodeError:
-            settings[key] = text
+    settings = parse_options(list(words))
     for key in ("model", "model_options", "data", "seed"):
         if key in settings:
             raise ValueError(f"set cannot change {key}: the tables decide it (see --table, --dataset, --seeds, --only)")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from rich.text import Text
+if TYPE_CHECKING:  # rich is imported where there is a console to draw on: a run without one needs none
+    from rich.console import Console
+    from rich.progress import Progress
 
 
 def duration(seconds: float) -> str:
@@ -28,6 +28,8 @@ class Display:
         self.bar: Progress | None = None
         self.note = ""
         if console is not None and console.is_terminal:
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
             self.bar = Progress(
                 TextColumn("[bold cyan]epoch {task.fields[epoch]}/{task.fields[epochs]}"),
                 BarColumn(bar_width=28, complete_style="cyan", finished_style="green"),
@@ -75,6 +77,8 @@ class Display:
     def say(self, message: str, style: str = "") -> None:
         """A line that stays."""
         if self.console is not None:
+            from rich.text import Text
+
             self.console.print(Text(message, style=style), soft_wrap=True)
 
     def close(self) -> None:

@@ -17,13 +17,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-import tyro
-
 from recnets.errors import RecNetsError
 from recnets.utils import did_you_mean
 
 
-def _parse_options(words: list[str]) -> dict[str, Any]:
+def parse_options(words: list[str]) -> dict[str, Any]:
     """`["e=8", "head=hidden", "d=[5, 10, 15]"]` as a dict; values are JSON where they can be, else text."""
     options: dict[str, Any] = {}
     for word in words:
@@ -41,16 +39,22 @@ def _show_options(options: dict[str, Any]) -> list[str]:
     return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in options.items()]
 
 
-ModelOptions = Annotated[
-    dict[str, Any],
-    tyro.constructors.PrimitiveConstructorSpec(
+def _as_arguments() -> Any:
+    """How the command line reads and shows a table of options; a machine without tyro has no such command line."""
+    try:
+        import tyro
+    except ImportError:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
         nargs="*",
         metavar="[KEY=VALUE ...]",
-        instance_from_str=_parse_options,
+        instance_from_str=parse_options,
         is_instance=lambda value: isinstance(value, dict),
         str_from_instance=_show_options,
-    ),
-]
+    )
+
+
+ModelOptions = Annotated[dict[str, Any], _as_arguments()]
 
 Precision = Literal["fp32", "tf32", "bf16"]
 Granularity = Literal["step", "epoch"]

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 
 from recnets.data import DataSet, load_dataset
 from recnets.errors import RecNetsError
@@ -26,6 +25,9 @@ from recnets.training.report import write_report
 from recnets.training.run_folder import RunFolder, default_run_path
 from recnets.training.session import Session, build_session
 from recnets.utils import atomic_write, git_commit, require, versions
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
