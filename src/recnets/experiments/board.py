@@ -12,7 +12,7 @@ from typing import Any
 
 from recnets.experiments.job import Job, Result
 from recnets.experiments.ledger import read_metrics
-from recnets.experiments.plan import Step
+from recnets.experiments.plan import TRAIN_IMAGES, Step
 from recnets.training import RunFolder
 
 STATES = {
@@ -46,11 +46,15 @@ class Line:
     state: str = "waiting"
     epoch: int = 0
     accuracy: float | None = None
-    rate: float = 0.0
     began: float = 0.0
     ended: float = 0.0
     epochs_before: int = 0
     reason: str = ""
+
+    @property
+    def images(self) -> int:
+        """Images of an epoch."""
+        return TRAIN_IMAGES[self.step.run.dataset]
 
     def left(self) -> float:
         """Seconds of work that remain, by its own pace once it has one."""
@@ -78,7 +82,7 @@ class Board:
     ) -> None:
         self.lines = {s.run.name: Line(s, papers.get(s.run.name), epoch=s.epochs_done) for s in steps}
         self.work, self.slots, self.keep = work, max(slots, 1), keep
-        self._shown = time.monotonic()
+        self._began = self._shown = time.monotonic()
         self._live = self._make_live()
 
     # -- what the engines call -------------------------------------------------------------------------------------
@@ -126,14 +130,15 @@ class Board:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Show the last state and leave the terminal as it was; the combined speed, for choosing --jobs."""
+        """Show the last state and leave the terminal as it was; the overall speed is for choosing --jobs."""
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
             self._live.stop()
             self._live = None
-        running = sum(line.rate for line in self.lines.values() if line.rate and line.state != "waiting")
-        if running:
-            self.say(f"speed in the last epoch of each run: {running:,.0f} images/s in all")
+        images = sum((line.epoch - line.epochs_before) * line.images for line in self.lines.values() if line.began)
+        if images:
+            rate = images / (time.monotonic() - self._began)
+            self.say(f"{rate:,.0f} images/s over all runs of this call, with their starts and evaluations")
 
     @property
     def failures(self) -> list[Line]:
@@ -167,7 +172,7 @@ class Board:
     def _read(self, line: Line) -> None:
         rows = read_metrics(RunFolder(self.work / line.step.run.name))
         if rows:
-            line.epoch, line.rate = rows[-1]["epoch"], rows[-1]["images_per_second"]
+            line.epoch = rows[-1]["epoch"]
             line.accuracy = next((r["test_accuracy"] for r in reversed(rows) if "test_accuracy" in r), None)
 
     def _progress(self, line: Line) -> str:

@@ -19,7 +19,7 @@ from recnets.experiments.runs import Place, Run, distinct
 from recnets.training import RunFolder
 
 State = Literal["done", "failed", "interrupted", "new"]
-TRAIN_IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "digits": 1_438}
+TRAIN_IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "digits": 1_437}
 EVALUATION = 1.07  # an epoch with its evaluation, as a multiple of its training: a fifth of the images, forward only
 
 
