@@ -128,3 +128,8 @@ def test_versions_and_commit():
     assert all(isinstance(v, str) for v in found.values())
     commit = git_commit()
     assert commit is None or (len(commit.rstrip("+")) == 40 and int(commit.rstrip("+"), 16) >= 0)
+
+
+def test_git_commit_can_be_said_for_a_copy_without_its_repository(monkeypatch):
+    monkeypatch.setenv("RECNETS_COMMIT", "abc123")
+    assert git_commit() == "abc123"

@@ -104,7 +104,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that this package runs from (with `+` if it has changes), None elsewhere."""
+    """The commit of the checkout that this package runs from (with `+` if it has changes), None elsewhere.
+
+    RECNETS_COMMIT says it for a copy without its repository (a container, another machine).
+    """
+    if os.environ.get("RECNETS_COMMIT"):
+        return os.environ["RECNETS_COMMIT"]
     folder = Path(__file__).resolve().parent
     if not (folder.parents[1] / ".git").exists():  # an installed copy inside somebody else's repository
         return None
