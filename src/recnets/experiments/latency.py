@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import time
@@ -77,6 +78,7 @@ def measure(path: Path, command: str, threads: int = 1, say: Callable[[str], Non
         "what": "one 32×32 picture, forward pass, fp32, eager PyTorch",
         "device": cpu_name(),
         "threads": threads,
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "versions": versions(),
         "commit": git_commit(),
         "command": command,
