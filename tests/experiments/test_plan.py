@@ -15,6 +15,7 @@ from recnets.experiments.runs import Protocol, places
 PAPER = Protocol.of(None)
 
 
+@pytest.mark.slow
 def test_dry_run_lists_every_row(tmp_path, make_entry):
     found = places(PAPER_TABLES, None, 1, PAPER)
     ledger = Ledger(tmp_path)
