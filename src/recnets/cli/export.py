@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from recnets.deploy.export import BATCHES, SUFFIXES, export
+from recnets.deploy.check import data_of
+from recnets.deploy.export import BATCHES, SUFFIXES, Exported, export, export_int8
 from recnets.models import load_weights
 
 
@@ -16,39 +17,57 @@ def command(
     source: Annotated[str, tyro.conf.Positional],
     /,
     *,
-    format: Literal["onnx", "openvino"] = "onnx",
+    format: Literal["onnx", "onnx-int8", "openvino"] = "onnx",
     out: Path | None = None,
     transition: Literal["auto", "stream", "concat"] = "auto",
     image_size: int | None = None,
+    calibration: int = 256,
+    max_loss: float = 0.5,
+    data: str | None = None,
+    data_dir: Path | None = None,
 ) -> int:
     """Write trained weights for another runtime, and compare its answers with PyTorch's.
 
+    onnx-int8 takes the ranges of all tensors from training pictures, and is written only if its accuracy on the whole
+    test set is within --max-loss points of the weights' own.
+
     Args:
         source: a run folder, a weights file or a published name.
-        format: onnx, or openvino (an .xml with its .bin).
+        format: onnx, onnx-int8 (8 bits), or openvino (an .xml with its .bin).
         out: the file; by default named after the source, in the current folder.
         transition: how a RecNet's hidden states are summed. stream needs less memory; auto takes the faster one.
         image_size: side of the pictures; by default what the weights were trained on.
+        calibration: onnx-int8: number of training pictures.
+        max_loss: onnx-int8: points of accuracy that may be lost.
+        data: onnx-int8: the data set; by default what the weights were trained on.
+        data_dir: onnx-int8: folder with the data sets; RECNETS_DATA, else a cache folder.
     """
     model, metadata = load_weights(source)
     known = metadata.get("image_size")
     size = (int(known[0]), int(known[1])) if isinstance(known, list | tuple) else (32, 32)
     if image_size is not None:
         size = (image_size, image_size)
-    target = out or Path(Path(source).name.removesuffix(".safetensors") + SUFFIXES[format])
-    made = export(model, target, format=format, transition=transition, image_size=size, metadata=metadata)
-    batches = ", ".join(str(b) for b in BATCHES[:-1]) + f" and {BATCHES[-1]}"
+    name = Path(source).name.removesuffix(".safetensors")
+    target = out or Path(name + (".int8" if format == "onnx-int8" else "") + SUFFIXES[format])
+    if format == "onnx-int8":
+        found = data_of(metadata, data, data_dir)
+        options = {"calibration_images": calibration, "max_loss": max_loss}
+        made, comparison = export_int8(model, target, found, metadata, **options)  # type: ignore[arg-type]
+        beside = str(comparison)
+    else:
+        made = export(model, target, format=format, transition=transition, image_size=size, metadata=metadata)
+        batches = ", ".join(str(b) for b in BATCHES[:-1]) + f" and {BATCHES[-1]}"
+        beside = f"batches of {batches} beside PyTorch: largest difference {made.difference:.2g}, "
+        beside += f"top-1 agreement {100 * made.agreement:.0f} %"
+    _show(made, beside)
+    return 0
+
+
+def _show(made: Exported, beside: str) -> None:
     console = Console()
     form = f", transition: {made.transition}" if made.transition else ""
-    console.print(f"wrote {made.path} for pictures of {size[0]}×{size[1]}{form}", highlight=False)
-    console.print(
-        f"{made.file_bytes:,} bytes, {made.weight_bytes:,} of them weights ({made.file_bytes / made.weight_bytes:.3f} "
-        "times)",
-        highlight=False,
-    )
-    console.print(
-        f"batches of {batches} beside PyTorch: largest difference {made.difference:.2g}, "
-        f"top-1 agreement {100 * made.agreement:.0f} %",
-        highlight=False,
-    )
-    return 0
+    console.print(f"wrote {made.path}{form}", highlight=False)
+    share = made.file_bytes / made.weight_bytes
+    weights = f"{made.weight_bytes:,} bytes of float32 weights"
+    console.print(f"{made.file_bytes:,} bytes, {share:.3f} times the {weights}", highlight=False)
+    console.print(beside, highlight=False)

@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recnets.data import DataSet
 from recnets.deploy import onnx, openvino
+from recnets.deploy.check import Comparison, compare, normalise
+from recnets.deploy.int8 import to_int8
 from recnets.errors import RecNetsError
+from recnets.models import RecNet
 from recnets.utils import atomic_write, choose
 
 FORMATS = ("onnx", "openvino")
-SUFFIXES = {"onnx": ".onnx", "openvino": ".xml"}
+SUFFIXES = {"onnx": ".onnx", "onnx-int8": ".onnx", "openvino": ".xml"}
 BATCHES = (1, 2, 7)
 # Relative to the largest logit; float32 sums in another order differ by far less.
 TOLERANCE = 1e-4
@@ -60,6 +64,22 @@ def check(model: nn.Module, session: Callable[[Tensor], Tensor], image_size: tup
     return difference, agree / sum(BATCHES)
 
 
+def bytes_of(model: nn.Module) -> int:
+    """The unique parameters in float32."""
+    return 4 * sum(p.numel() for p in model.parameters())
+
+
+def _about(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: metadata[key] for key in ABOUT_KEYS if key in metadata}
+
+
+def _named(out: Path | str, format: str) -> Path:
+    out = Path(out)
+    if out.suffix != SUFFIXES[format]:
+        raise ValueError(f"a file of format {format} ends in {SUFFIXES[format]}, got {out.name!r}")
+    return out
+
+
 def size_limit(weight_bytes: int) -> int:
     """Shared weights stored once leave room for the graph, not for copies."""
     return int(1.15 * weight_bytes) + 100_000
@@ -88,13 +108,11 @@ def export(
     weights, is not left behind.
     """
     choose(format, FORMATS, "format")
-    out = Path(out)
-    if out.suffix != SUFFIXES[format]:
-        raise ValueError(f"a file of format {format} ends in {SUFFIXES[format]}, got {out.name!r}")
+    out = _named(out, format)
     size = (image_size, image_size) if isinstance(image_size, int) else image_size
     model = model.eval()
-    about = {key: (metadata or {})[key] for key in ABOUT_KEYS if key in (metadata or {})}
-    weight_bytes = 4 * sum(p.numel() for p in model.parameters())
+    about = _about(metadata or {})
+    weight_bytes = bytes_of(model)
     content, transition = onnx.export_onnx(model, size, about, transition)
     if len(content) > size_limit(weight_bytes):
         raise RecNetsError(
@@ -109,3 +127,38 @@ def export(
         file_bytes = openvino.write_openvino(content, out)
         difference, agreement = check(model, openvino.Session(out), size)
     return Exported(out, format, transition, file_bytes, weight_bytes, difference, agreement)
+
+
+def export_int8(
+    model: nn.Module,
+    out: Path | str,
+    data: DataSet,
+    metadata: Mapping[str, Any],
+    *,
+    calibration_images: int = 256,
+    max_loss: float = 0.5,
+) -> tuple[Exported, Comparison]:
+    """Write a RecNet as an 8-bit ONNX file, unless that loses accuracy.
+
+    Ranges come from training pictures; both models are then compared on the whole test set, the file in ONNX Runtime.
+    `max_loss` is in points of accuracy; a greater loss is an error with the figures, and nothing is written.
+    """
+    out = _named(out, "onnx-int8")
+    if not isinstance(model, RecNet):
+        raise ValueError(f"8-bit files are made of RecNets, got {type(model).__name__}; use format 'onnx'")
+    if calibration_images < 1:
+        raise ValueError(f"calibration_images must be at least 1, got {calibration_images}")
+    metadata = dict(metadata)
+    # Evenly over the training set, whose order may be by class.
+    stride = max(1, len(data.train.images) // calibration_images)
+    pictures = normalise(data.train.images[::stride][:calibration_images], metadata)
+    content = to_int8(model.eval(), pictures, data.image_size, _about(metadata))
+    comparison = compare(model, onnx.Session(content), data.test, metadata, len(data.test.images))
+    assert comparison.accuracy_before is not None
+    assert comparison.accuracy_after is not None
+    if comparison.accuracy_before - comparison.accuracy_after > max_loss:
+        raise RecNetsError(f"8 bits lose more than {max_loss} points of accuracy, nothing is written. {comparison}")
+    atomic_write(out, content)
+    agreement = 1 - comparison.changed / comparison.images
+    sizes = (len(content), bytes_of(model))
+    return Exported(out, "onnx-int8", "concat", *sizes, comparison.difference, agreement), comparison

@@ -93,25 +93,34 @@ class UnrolledRecurrent(nn.Module):
             z = conv(h, self.weight_h, None, self.padding_mode) + z
         return torch.relu(z * scale + shift)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor | None = None
-        total: Tensor | None = None
+    def states(self, x: Tensor) -> list[Tensor]:
+        """h_0 … h_{d-1}, each (N, s_out, H, W)."""
         hidden: list[Tensor] = []
         for i, x_i in enumerate(torch.split(x, self.s_in, dim=1)):
-            h = self._step(i, x_i, h)
+            hidden.append(self._step(i, x_i, hidden[-1] if hidden else None))
+        return hidden
+
+    def transition(self, hidden: list[Tensor]) -> Tensor:
+        """relu(Σ_i h_i ⊛ A_i + start), by one convolution or a running sum."""
+        total: Tensor | None = None
+        wide: list[Tensor] = []
+        for i, h in enumerate(hidden):
             if not self.counts[i]:
                 continue
             kept = getattr(self, f"kept_{i}")
             read = h if kept is None else h.index_select(1, kept)
             if self.concat:
-                hidden.append(read)
+                wide.append(read)
             elif total is None:
                 total = torch.conv2d(read, getattr(self, f"matrix_{i}"), self.start)
             else:
                 total = torch.conv2d(read, getattr(self, f"matrix_{i}")) + total
         if total is None:
-            total = torch.conv2d(torch.cat(hidden, dim=1), self.matrix, self.start)  # type: ignore[arg-type]
+            total = torch.conv2d(torch.cat(wide, dim=1), self.matrix, self.start)  # type: ignore[arg-type]
         return self.expand(torch.relu(total))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.transition(self.states(x))
 
 
 class Unrolled(nn.Module):
