@@ -99,6 +99,7 @@ class Evil:
         return (os.mkdir, ("evil-was-here",))
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_code_in_a_checkpoint_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"format": 1, "x": Evil()}, tmp_path / "a.pt")

@@ -359,6 +359,24 @@ def test_tensorboard_is_an_extra(
     assert [e.value for e in events.Scalars("test_accuracy")] == pytest.approx(expected)
 
 
+def test_threads_are_given_back(
+    tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiny batches take one thread, unless asked otherwise; afterwards all is as before."""
+    used = []
+    monkeypatch.setattr("recnets.training.run.device_name", lambda device: used.append(torch.get_num_threads()))
+    torch.set_num_threads(3)
+    try:
+        for threads in (None, 2):
+            chosen = dataclasses.replace(options, threads=threads, epochs_until=1)
+            train(make_recipe(), out=tmp_path / str(threads), data=stripes_data, options=chosen)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+    assert set(used[: len(used) // 2]) == {1}
+    assert set(used[len(used) // 2 :]) == {2}
+
+
 def test_plain_lines_when_the_output_is_no_terminal(
     tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions
 ) -> None:

@@ -115,10 +115,11 @@ def confusion_chart(confusion: Tensor, classes: Sequence[str]) -> str:
         parts.append(f'<text class="tick mid" x="{label_x:.1f}" y="{top + 417}">{shown}</text>')
         for j in range(size):
             red, green, blue = ramp(shares[i, j])
+            fill = f'fill="rgb({red},{green},{blue})"' if counts[i, j] else 'class="empty"'
             title = f"{classes[i]} taken for {classes[j]}" if i != j else f"{classes[i]} recognised"
             parts.append(
                 f'<rect x="{left + j * side:.1f}" y="{top + i * side:.1f}" width="{side - 1.5:.1f}" '
-                f'height="{side - 1.5:.1f}" rx="2" fill="rgb({red},{green},{blue})">'
+                f'height="{side - 1.5:.1f}" rx="2" {fill}>'
                 f"<title>{escape(title)}: {counts[i, j]} of {counts[i].sum()}</title></rect>"
             )
             if counts[i, j]:

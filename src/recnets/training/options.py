@@ -25,7 +25,7 @@ class RunOptions:
     graph: Literal["auto", "on", "off"] = "auto"
     """Replay each step as a CUDA graph; auto does on one GPU."""
     threads: int | None = None
-    """CPU threads; all cores by default."""
+    """CPU threads; all cores by default, one for batches of tiny images, which more would only slow down."""
 
     max_seconds: float | None = None
     """Stop after this long with a checkpoint and exit status 0."""

@@ -29,6 +29,8 @@ from recnets.utils import atomic_write, git_commit, require, versions
 if TYPE_CHECKING:
     from rich.console import Console
 
+TINY_BATCH = 8192  # pixels; 64 digits of 8 x 8 have 4,096, 64 images of CIFAR 65,536
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -62,9 +64,8 @@ def train(
     """
     began = time.monotonic()
     options = options or RunOptions()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     processes = join_processes(options.device)
+    threads_before = torch.get_num_threads()
     try:
         path = Path(processes.from_main(str(out if out is not None else default_run_path(recipe))))
         folder = RunFolder(path)
@@ -73,6 +74,7 @@ def train(
         device = choose_device(options.device, processes)
         if data is None:
             data = _load(recipe, options, processes)
+        torch.set_num_threads(options.threads or _fitting_threads(recipe, data))
         session = build_session(recipe, options, data, device, processes)
         if processes.main:
             folder.claim()
@@ -89,7 +91,14 @@ def train(
         finally:
             folder.release()
     finally:
+        torch.set_num_threads(threads_before)
         leave_processes(processes)
+
+
+def _fitting_threads(recipe: Recipe, data: DataSet) -> int:
+    """One for tiny batches: there, threads mostly wait for each other, and on a busy machine they do so for long."""
+    height, width = data.image_size
+    return 1 if recipe.batch_size * height * width < TINY_BATCH else torch.get_num_threads()
 
 
 def _load(recipe: Recipe, options: RunOptions, processes: Processes) -> DataSet:
