@@ -42,13 +42,14 @@ def check() -> bool:
         tensors = [torch.randn(shape, device="cuda", generator=generator) for shape in shapes]
         tensors[1] /= (9 * s_in) ** 0.5
         tensors[2] /= (9 * s_out) ** 0.5
-        exact = [t.double().requires_grad_() for t in tensors]
-        running = (torch.zeros_like(exact[3]).detach(), torch.ones_like(exact[3]).detach())
-        h = naive.crc(exact[0], exact[1], exact[2], None, (*running, exact[3], exact[4]), d=d, training=True)
-        grad = torch.randn_like(h)
-        h.backward(grad)
         fused = [t.clone().requires_grad_() for t in tensors]
         out = op.crc_train(*fused, d, 1e-5)[0]
+        exact = [t.double().requires_grad_() for t in tensors]
+        running = (torch.zeros_like(exact[3]).detach(), torch.ones_like(exact[3]).detach())
+        norm = (*running, exact[3], exact[4])
+        h = naive.crc(*exact[:3], None, norm, d=d, training=True, decisions=(out > 0).double())
+        grad = torch.randn_like(h)
+        h.backward(grad)
         out.backward(grad.float())
         errors = [rms(out.detach(), h.detach())]
         errors += [

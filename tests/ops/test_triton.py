@@ -62,19 +62,14 @@ def gradients(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
 
 
-def naive_with_masks(tensors: list[Tensor], d: int, masks: Tensor) -> Tensor:
-    """The recurrence with ReLU's decisions given: in half precision some of them fall the other way near zero, which
-    no rounding of the rest explains."""
-    x, weight_x, weight_h, gamma, beta = tensors
-    s_out = weight_x.shape[0]
-    h, hidden = None, []
-    for i, (x_i, mask) in enumerate(zip(x.chunk(d, 1), masks.chunk(d, 1), strict=True)):
-        z = naive.conv(x_i, weight_x) + (0 if h is None else naive.conv(h, weight_h))
-        own = slice(i * s_out, (i + 1) * s_out)
-        scratch = torch.zeros_like(gamma[own]).detach()
-        h = mask * naive.batch_norm(z, scratch, scratch.clone(), gamma[own], beta[own], True, 0.1, 1e-5)
-        hidden.append(h)
-    return torch.cat(hidden, 1)
+def reference(
+    tensors: list[Tensor], d: int, decisions: Tensor | None = None
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """The naive loop in float64: its inputs as leaves, its output, and the running mean and variance after it."""
+    exact = leaves(tensors, torch.float64)
+    running = [torch.zeros_like(exact[3]).detach(), torch.ones_like(exact[3]).detach()]
+    norm = (running[0], running[1], exact[3], exact[4])
+    return exact, naive.crc(*exact[:3], None, norm, d=d, training=True, decisions=decisions), running
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -83,24 +78,22 @@ def test_float32_forward_statistics_and_every_gradient(shape, deterministic, mon
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.use_deterministic_algorithms(deterministic)
     tensors, d = make(shape, torch.float32)
-    expected = leaves(tensors, torch.float64)
-    mean, var = torch.zeros_like(expected[3].detach()), torch.ones_like(expected[3].detach())
-    h = naive.crc(*expected[:3], None, (mean, var, expected[3], expected[4]), d=d, training=True)
-    grad = torch.randn_like(h)
-    h.backward(grad)
-
     actual = leaves(tensors)
     fused, _, sums = op.crc_train(*actual, d, 1e-5)
+    assert rms(fused, reference(tensors, d)[1]) < 1e-5
+
+    expected, h, running = reference(tensors, d, (fused > 0).double())
+    grad = torch.randn_like(h)
+    h.backward(grad)
     fused.backward(grad.float())
-    assert rms(fused, h) < 1e-5
     for name, got, want in zip(
         ("x", "weight_x", "weight_h", "gamma", "beta"), gradients(actual), gradients(expected), strict=True
     ):
         assert rms(got, want) < 1e-5, name
-    fused_mean, fused_var = torch.zeros_like(mean).float(), torch.ones_like(var).float()
-    op.update_running(sums, fused_mean, fused_var, h.shape[0] * h.shape[2] * h.shape[3], 0.1)
-    assert rms(fused_mean, mean) < 1e-5
-    assert rms(fused_var, var) < 1e-5
+    mean, var = (torch.full_like(t, value).float() for t, value in zip(running, (0.0, 1.0), strict=True))
+    op.update_running(sums, mean, var, h.shape[0] * h.shape[2] * h.shape[3], 0.1)
+    assert rms(mean, running[0]) < 1e-5
+    assert rms(var, running[1]) < 1e-5
 
 
 @pytest.mark.parametrize("shape", SMALL[:3] + (LARGE if DEVICE == "cuda" else []), ids=str)
@@ -108,12 +101,12 @@ def test_half_precision_forward_and_every_gradient(shape):
     tensors, d = make(shape, HALF)
     actual = leaves(tensors)
     fused, _, _ = op.crc_train(*actual, d, 1e-5)
-    expected = leaves(tensors, torch.float64)
-    h = naive_with_masks(expected, d, (fused > 0).double())
+    assert rms(fused, reference(tensors, d)[1]) < 1e-2
+
+    expected, h, _ = reference(tensors, d, (fused > 0).double())
     grad = torch.randn_like(h)
     h.backward(grad)
     fused.backward(grad.to(HALF))
-    assert rms(fused, h) < 1e-2
     for got, want in zip(gradients(actual), gradients(expected), strict=True):
         assert rms(got, want) < 1e-2
 

@@ -53,13 +53,15 @@ def crc(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    decisions: Tensor | None = None,
 ) -> Tensor:
     """h of Eq. 2 ("relu", "shared_bn_relu"), Eq. 3 ("separate_bn_relu") or Eq. 4 ("linear").
 
     x (N, d·s_in, H, W), weight_x (s_out, s_in, kx, kx), weight_h (s_out, s_out, kh, kh), bias (s_out) or None, and
     norm = (running mean, running variance, gamma, beta), each (d·s_out), or (s_out) if shared, or None for "relu".
     Returns the hidden states concatenated, (N, d·s_out, H, W). `recurrent=False` is the grouped control of
-    Table 1d: no h_{i-1}, and W_h is applied to x_i ⊛ W_x instead.
+    Table 1d: no h_{i-1}, and W_h is applied to x_i ⊛ W_x instead. `decisions` (N, d·s_out, H, W), 0 or 1, are taken
+    for ReLU's own: next to zero, rounding alone turns some of them, and a gradient shows every one.
     """
 
     def sigma(i: int, z: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ def crc(
             own = slice(0, s_out) if nonlinearity == "shared_bn_relu" else slice(i * s_out, (i + 1) * s_out)
             mean, var, gamma, beta = (t[own] for t in norm)
             z = batch_norm(z, mean, var, gamma, beta, training, momentum, eps)
-        return torch.relu(z)
+        return torch.relu(z) if decisions is None else z * decisions.chunk(d, dim=1)[i]
 
     h: Tensor | None = None
     hidden = []
