@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
@@ -116,16 +117,22 @@ def check_equal(models: dict[str, nn.Module], work: Callable[[nn.Module, Tensor]
             raise SystemExit(f"{way} differs from naive by {error:.2e} of the largest output; nothing was timed")
 
 
-def seconds(work: Callable[[nn.Module, Tensor], Tensor], model: nn.Module, x: Tensor, repeats: int) -> float:
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def seconds(
+    work: Callable[[nn.Module, Tensor], Tensor], model: nn.Module, x: Tensor, repeats: int, clock: str = "wall"
+) -> float:
     """Seconds of one call, the average of a few in a row."""
+    now = CLOCKS[clock]
     if x.is_cuda:
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = now()
     for _ in range(repeats):
         work(model, x)
     if x.is_cuda:
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats
+    return (now() - start) / repeats
 
 
 @dataclass
@@ -140,6 +147,7 @@ class Row:
     speedup_over_naive: float
     peak_live_bytes: int
     peak_over_concat: float
+    clock: str
     device: str
     threads: int
     torch: str
@@ -158,7 +166,9 @@ def device_name(device: torch.device) -> str:
     return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
-def measure(subject: str, model: nn.Module, x: Tensor, *, train: bool, rounds: int, min_time: float) -> list[Row]:
+def measure(
+    subject: str, model: nn.Module, x: Tensor, *, train: bool, rounds: int, min_time: float, clock: str
+) -> list[Row]:
     """Time one thing the three ways."""
     work = forward_backward if train else forward
     models = {way: twin.train(train) for way, twin in variants(model).items()}
@@ -168,7 +178,7 @@ def measure(subject: str, model: nn.Module, x: Tensor, *, train: bool, rounds: i
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way in WAYS:
-            times[way].append(seconds(work, models[way], x, repeats))
+            times[way].append(seconds(work, models[way], x, repeats, clock))
     peaks = {}
     for way in WAYS:
         with torch.set_grad_enabled(train):
@@ -186,6 +196,7 @@ def measure(subject: str, model: nn.Module, x: Tensor, *, train: bool, rounds: i
             ),
             peak_live_bytes=peaks[way],
             peak_over_concat=round(peaks[way] / peaks["concat"], 3),
+            clock=clock,
             device=device_name(x.device),
             threads=torch.get_num_threads(),
             torch=found["torch"],
@@ -197,7 +208,7 @@ def measure(subject: str, model: nn.Module, x: Tensor, *, train: bool, rounds: i
 
 
 def show(rows: list[Row]) -> None:
-    table = Table(title=f"{rows[0].device}, {rows[0].threads} threads, torch {rows[0].torch}")
+    table = Table(title=f"{rows[0].device}, {rows[0].threads} threads, {rows[0].clock} time, torch {rows[0].torch}")
     for heading in ("subject", "work", "batch", "way", "ms", "× naive's speed", "peak live MB", "÷ concat's"):
         table.add_column(heading, justify="left" if heading in ("subject", "work", "way") else "right")
     for i, row in enumerate(rows):
@@ -215,7 +226,7 @@ def show(rows: list[Row]) -> None:
 def write(rows: list[Row], folder: Path) -> Path:
     """A CSV whose name says where it comes from."""
     folder.mkdir(parents=True, exist_ok=True)
-    context = f"{rows[0].device}-{rows[0].threads}threads-torch{rows[0].torch}-python{rows[0].python}"
+    context = f"{rows[0].device}-{rows[0].threads}threads-{rows[0].clock}-torch{rows[0].torch}-python{rows[0].python}"
     path = folder / f"layers-{re.sub(r'[^A-Za-z0-9.]+', '-', context)}.csv"
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -233,6 +244,8 @@ def main(
     min_time: float = 0.2,
     train: bool = True,
     modules: bool = True,
+    threads: int | None = None,
+    clock: Literal["wall", "cpu"] = "wall",
     device: str = "cuda" if torch.cuda.is_available() else "cpu",
     out: Path = RESULTS,
 ) -> None:
@@ -246,10 +259,14 @@ def main(
         min_time: seconds that one way runs in a round, at least.
         train: time forward+backward too.
         modules: measure the first Recurrent module of each stage on its own too.
+        threads: CPU threads; PyTorch's own choice by default.
+        clock: wall is what a user waits; cpu (with one thread) is what to compare on a machine that others use too.
         device: where to run.
         out: folder for the CSV.
     """
     torch.manual_seed(0)
+    if threads is not None:
+        torch.set_num_threads(threads)
     network = create_model(model)
     randomise(network)
     network.to(device)
@@ -264,7 +281,7 @@ def main(
         for batch in batches:
             x = torch.randn(batch, *shape, device=device)
             for training in (False, True) if train else (False,):
-                rows += measure(name, module, x, train=training, rounds=rounds, min_time=min_time)
+                rows += measure(name, module, x, train=training, rounds=rounds, min_time=min_time, clock=clock)
     show(rows)
     print(f"written to {write(rows, out)}")
 
