@@ -9,53 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recnets import RecNet
 from recnets.deploy import optimize
+from recnets.deploy.bench import plain as plain_modules
 from recnets.deploy.optimize import FastRecurrent, FastStem
-
-
-class PlainStepModules(nn.Module):
-    """A RecNet as one would write it at first: a Conv2d pair, an addition, a BatchNorm2d and a ReLU a step."""
-
-    def __init__(self, model: RecNet) -> None:
-        super().__init__()
-        self.model = model
-        self.norms = nn.ModuleList()
-        self.convs = nn.ModuleList()
-        for stage in model.stages:
-            for module in stage:
-                crc = module.crc
-                pair = []
-                for weight in (crc.weight_x, crc.weight_h):
-                    conv = nn.Conv2d(weight.shape[1], weight.shape[0], 3, padding=1, bias=False)
-                    conv.weight = weight
-                    pair.append(conv)
-                self.convs.append(nn.ModuleList(pair))
-                norms = nn.ModuleList(nn.BatchNorm2d(crc.s_out) for _ in range(crc.d))
-                for name in ("weight", "bias", "running_mean", "running_var"):
-                    for norm, part in zip(norms, getattr(crc.norm, name).split(crc.s_out), strict=True):
-                        getattr(norm, name).data.copy_(part.data)
-                self.norms.append(norms)
-        self.relu = nn.ReLU()
-        self.eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        model = self.model
-        x = self.relu(model.stem.norm(model.stem.conv(x)))
-        layers = zip(self.convs, self.norms, strict=True)
-        for i, stage in enumerate(model.stages):
-            x = model.pool(x) if i else x
-            for module in stage:
-                (conv_x, conv_h), norms = next(layers)
-                hidden: list[Tensor] = []
-                for x_i, norm in zip(x.chunk(module.crc.d, dim=1), norms, strict=True):
-                    z = conv_x(x_i)
-                    if hidden:
-                        z = z + conv_h(hidden[-1])
-                    hidden.append(self.relu(norm(z)))
-                transition = module.transition
-                x = self.relu(transition.norm(transition.conv(torch.cat(hidden, dim=1))))
-        return model.forward_head(x)
 
 
 def assert_same(got: Tensor, expected: Tensor) -> None:
@@ -136,7 +92,7 @@ def test_faster_than_plain_modules_and_the_same(trained, name):
     On one thread arithmetic weighs more than on two, so this bar lies below what two quiet cores give.
     """
     model = trained(name, num_classes=100)
-    plain = PlainStepModules(model)
+    plain = plain_modules(model)
     x = torch.randn(1, 3, 32, 32)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -49,7 +49,7 @@ def calibrate(network: Unrolled, images: Tensor, batch: int = 64) -> list[tuple[
             x = network.pool(x) if i else x
             for module in stage.children():
                 assert isinstance(module, UnrolledRecurrent)
-                hidden = module.states(x)
+                hidden = list(module.states(x))
                 y = module.transition(hidden)
                 seen = torch.stack([x.max(), torch.stack([h.max() for h in hidden]).max(), y.max()])
                 largest[n] = torch.maximum(largest[n], seen)

@@ -6,6 +6,8 @@ they are used, so a file holds them once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -93,14 +95,14 @@ class UnrolledRecurrent(nn.Module):
             z = conv(h, self.weight_h, None, self.padding_mode) + z
         return torch.relu(z * scale + shift)
 
-    def states(self, x: Tensor) -> list[Tensor]:
-        """h_0 … h_{d-1}, each (N, s_out, H, W)."""
-        hidden: list[Tensor] = []
+    def states(self, x: Tensor) -> Iterator[Tensor]:
+        """h_0 … h_{d-1}, each (N, s_out, H, W), made when asked for: a streamed graph holds them in that order."""
+        h: Tensor | None = None
         for i, x_i in enumerate(torch.split(x, self.s_in, dim=1)):
-            hidden.append(self._step(i, x_i, hidden[-1] if hidden else None))
-        return hidden
+            h = self._step(i, x_i, h)
+            yield h
 
-    def transition(self, hidden: list[Tensor]) -> Tensor:
+    def transition(self, hidden: Iterable[Tensor]) -> Tensor:
         """relu(Σ_i h_i ⊛ A_i + start), by one convolution or a running sum."""
         total: Tensor | None = None
         wide: list[Tensor] = []

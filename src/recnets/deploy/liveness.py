@@ -1,0 +1,79 @@
+"""How much memory the tensors of an ONNX graph need at once, from the graph alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from recnets.utils import require
+
+# Runtimes write these over an input that nothing else reads.
+IN_PLACE = ("Relu", "Add", "Mul")
+
+
+def peak_bytes(content: bytes) -> int:
+    """The largest sum of tensors alive while the graph runs on one picture, in the order of the file.
+
+    The picture counts, weights and what is computed from weights alone do not. A node's output shares the memory of
+    an input of the same size that dies there, for the operators that runtimes apply in place. A convolution whose
+    result is only added, next, to a sum that dies there adds into that sum, as fused convolutions do.
+    """
+    onnx = require("onnx", "export")
+    sizes, constants = _sizes(onnx, onnx.load_from_string(content))
+    graph = onnx.load_from_string(content).graph
+    last_use: dict[str, int] = {graph.output[0].name: len(graph.node)}
+    for i, node in enumerate(graph.node):
+        for name in node.input:
+            last_use[name] = max(i, last_use.get(name, 0))
+    for name in _added_in_place(graph, last_use):
+        sizes[name] = 0
+    alive = {graph.input[0].name}
+    peak = sizes[graph.input[0].name]
+    for i, node in enumerate(graph.node):
+        if all(name in constants for name in node.output):
+            continue
+        dying = {name for name in node.input if name in alive and last_use[name] == i}
+        made = set(node.output)
+        if node.op_type in IN_PLACE:
+            reused = next((n for n in node.input if n in dying and sizes[n] == sizes[node.output[0]] > 0), None)
+            alive -= {reused} if reused else set()
+        alive |= made
+        peak = max(peak, sum(sizes[name] for name in alive))
+        alive -= dying | {name for name in made if name not in last_use}
+    return peak
+
+
+def _added_in_place(graph: Any, last_use: dict[str, int]) -> list[str]:
+    """Results of convolutions that go straight into the sum that the next node makes."""
+    readers: dict[str, int] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers[name] = readers.get(name, 0) + 1
+    found = []
+    for i, (node, following) in enumerate(zip(graph.node, list(graph.node)[1:], strict=False)):
+        result = node.output[0]
+        if node.op_type != "Conv" or following.op_type != "Add" or result not in following.input:
+            continue
+        others = [name for name in following.input if name != result]
+        if readers[result] == 1 and len(others) == 1 and last_use[others[0]] == i + 1:
+            found.append(result)
+    return found
+
+
+def _sizes(onnx: Any, model: Any) -> tuple[dict[str, int], set[str]]:
+    """(bytes of every tensor for one picture, names of those that do not depend on the picture)."""
+    for value in (*model.graph.input, *model.graph.output):
+        dimension = value.type.tensor_type.shape.dim[0]
+        dimension.ClearField("dim_param")
+        dimension.dim_value = 1
+    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
+    sizes = {}
+    for value in (*inferred.input, *inferred.output, *inferred.value_info):
+        kind = value.type.tensor_type
+        width = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type).itemsize
+        sizes[value.name] = width * math.prod(d.dim_value for d in kind.shape.dim)
+    constants = {tensor.name for tensor in model.graph.initializer} | {""}
+    for node in model.graph.node:
+        if all(name in constants for name in node.input):
+            constants |= set(node.output)
+    return sizes, constants

@@ -1,0 +1,81 @@
+"""`recnet bench` and the liveness of exported graphs."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+
+from recnets.cli.main import main
+from recnets.deploy.bench import plain
+from recnets.deploy.liveness import peak_bytes
+from recnets.deploy.onnx import graph_of, to_onnx
+from recnets.models import save_weights
+
+onnx = pytest.importorskip("onnx", reason="the extra 'export' is not installed")
+for _name in ("onnxscript", "onnxruntime"):
+    pytest.importorskip(_name, reason="the extra 'export' is not installed")
+
+
+def graph(nodes: list[tuple[str, list[str], str]]) -> bytes:
+    """A graph on pictures "x" of 1×2×4×4 (128 bytes); "w" is a 1×1 convolution of two channels."""
+    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    weight = onnx.numpy_helper.from_array(torch.zeros(2, 2, 1, 1).numpy(), "w")
+    ends = [helper.make_tensor_value_info(name, kind, ["batch", 2, 4, 4]) for name in ("x", nodes[-1][2])]
+    made = [helper.make_node(kind_, inputs, [output]) for kind_, inputs, output in nodes]
+    proto = helper.make_graph(made, "g", ends[:1], ends[1:], [weight])
+    return helper.make_model(proto, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString()
+
+
+def test_liveness_by_hand():
+    assert peak_bytes(graph([("Relu", ["x"], "a"), ("Relu", ["a"], "y")])) == 128  # both in place
+    assert peak_bytes(graph([("Conv", ["x", "w"], "a"), ("Relu", ["a"], "y")])) == 256
+    # x is read again at the end, so a and b cannot take its place; b is not added at once
+    chain = [("Conv", ["x", "w"], "a"), ("Conv", ["a", "w"], "b"), ("Add", ["b", "x"], "y")]
+    assert peak_bytes(graph(chain)) == 256  # b goes into x as it is added
+    apart = [("Conv", ["x", "w"], "a"), ("Relu", ["x"], "b"), ("Add", ["a", "b"], "y")]
+    assert peak_bytes(graph(apart)) == 256
+
+
+@pytest.mark.slow
+def test_streaming_holds_less_than_concatenating(trained):
+    """h (16 channels), the rest of x, the sum: no d·s_out wide map, whatever d."""
+    model = trained("RecNet(4, 4, 6)")
+    peaks = {way: peak_bytes(to_onnx(graph_of(model, way), 3, (8, 8), {})) for way in ("stream", "concat")}
+    channel = 8 * 8 * 4
+    assert peaks["concat"] >= 2 * 96 * channel  # the states and their concatenation
+    assert peaks["stream"] <= (24 + 16 + 16 + 24) * channel
+
+
+def test_plain_modules_compute_the_same(trained):
+    model = trained(kernel_h=1)
+    x = torch.randn(2, 3, 9, 11)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(model)(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_plain_modules_name_what_they_cannot_be(trained):
+    with pytest.raises(ValueError, match="only the paper's recurrence"):
+        plain(trained(nonlinearity="relu"))
+
+
+@pytest.mark.slow
+def test_command_writes_a_table_of_all_ways(trained, tmp_path, capsys):
+    source, out = tmp_path / "net.safetensors", tmp_path / "bench.csv"
+    save_weights(source, trained("RecNet(2, 4, 2)"), {})
+    options = ["--repeats", "2", "--threads", "1", "--image-size", "8", "--out", str(out)]
+    assert main(["bench", str(source), *options]) in (0, None)
+    assert "times plain" in capsys.readouterr().out
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert rows[0]["way"] == "plain modules"
+    assert float(rows[0]["times_plain"]) == 1.0
+    assert all(float(row["median_ms"]) > 0 and row["torch"] and row["threads"] == "1" for row in rows)
+    live = {row["way"]: int(row["live_bytes"]) for row in rows}
+    assert 0 < live["ONNX 8 bits"] < live["ONNX stream"]
+
+
+def test_other_models_are_refused(capsys):
+    assert main(["bench", "wrn_40_1"]) == 2
+    assert "bench takes RecNets" in capsys.readouterr().err
