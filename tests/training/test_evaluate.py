@@ -142,7 +142,7 @@ def test_eval_on_other_classes_is_refused(
     short = dataclasses.replace(options, epochs_until=1)
     folder = train(make_recipe(), out=tmp_path / "run", data=stripes_data, options=short).folder
     assert main(["eval", str(folder), "--data", "digits", "--device", "cpu"]) == 1
-    assert "was trained on 4 classes of stripes, digits has 10" in " ".join(capsys.readouterr().err.split())
+    assert "were trained on 4 classes of stripes, digits has 10" in " ".join(capsys.readouterr().err.split())
 
 
 def test_train_and_resume_from_the_command_line(

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from recnets.data import DataSet, load_dataset
+from recnets.data import DataSet, data_of, normalisation_of, spec_of
 from recnets.errors import RecNetsError
 from recnets.models import load_weights
 from recnets.training import Evaluation, Evaluator
@@ -48,11 +48,13 @@ def command(
         raise ValueError(f"batch must be at least 1, got {batch}")
     model, metadata = load_weights(weights)
     where = choose_device(device, Processes())
-    spec = data or metadata.get("recipe", {}).get("data") or metadata.get("dataset")
-    if spec is None:
-        raise ValueError(f"{weights} does not say what it was trained on: give --data")
-    found = _load(spec, data_dir, metadata, model.num_classes, weights)  # type: ignore[arg-type]
-    mean, std = _normalisation(metadata, found)
+    spec = spec_of(metadata, data)
+    found = data_of(metadata, data, data_dir)
+    if model.num_classes != found.num_classes:
+        raise RecNetsError(
+            f"{weights} has {model.num_classes} classes, {spec} has {found.num_classes}: give other --data"
+        )
+    mean, std = normalisation_of(metadata, found)
     chosen = found.test if split == "test" else found.train
     evaluation = Evaluator(
         chosen, found.num_classes, mean=mean, std=std, device=where, batch_size=batch, bf16=precision == "bf16"
@@ -62,29 +64,6 @@ def command(
     else:
         _show(Console(), weights, spec, split, found, evaluation, per_class)
     return 0
-
-
-def _load(spec: str, data_dir: Path | None, metadata: dict[str, Any], num_classes: int, weights: str) -> DataSet:
-    """The data set, at the size that the model was trained on, with the classes that it knows."""
-    size = metadata.get("image_size")
-    side = size[0] if isinstance(size, list) and spec.startswith("folder:") else None
-    found = load_dataset(spec, data_dir=data_dir, image_size=side)
-    classes = metadata.get("classes")
-    if num_classes != found.num_classes or (classes is not None and list(classes) != found.classes):
-        raise RecNetsError(
-            f"{weights} was trained on {num_classes} classes of {metadata.get('dataset', 'another data set')}, "
-            f"{spec} has {found.num_classes} of its own: give the --data it was trained on"
-        )
-    return found
-
-
-def _normalisation(metadata: dict[str, Any], data: DataSet) -> tuple[list[float], list[float]]:
-    """The weights' own, else the data set's."""
-    known = metadata.get("normalisation") or {}
-    mean, std = list(known.get("mean", data.mean)), list(known.get("std", data.std))
-    if len(mean) != data.in_channels:
-        raise RecNetsError(f"the weights expect images of {len(mean)} channels, {data.name} has {data.in_channels}")
-    return mean, std
 
 
 def _plain(weights: str, spec: str, split: str, data: DataSet, evaluation: Evaluation) -> dict[str, Any]:

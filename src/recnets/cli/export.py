@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from recnets.deploy.check import data_of
+from recnets.data import data_of
 from recnets.deploy.export import BATCHES, SUFFIXES, Exported, export, export_int8
 from recnets.models import load_weights
 

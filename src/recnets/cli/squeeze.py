@@ -9,7 +9,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from recnets.deploy.check import Comparison, compare, data_of
+from recnets.data import data_of
+from recnets.deploy.check import Comparison, compare
 from recnets.deploy.squeeze import THRESHOLD, Row, describe, squeeze
 from recnets.errors import RecNetsError
 from recnets.models import RecNet, load_weights, save_weights

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recnets.data import DataSet, Split, load_dataset
-from recnets.errors import RecNetsError
+from recnets.data import Normalise, Split, normalisation_of
 
 Network = Callable[[Tensor], Tensor]
 
@@ -34,27 +32,9 @@ class Comparison:
         return text
 
 
-def data_of(metadata: dict[str, Any], data: str | None = None, data_dir: Path | None = None) -> DataSet:
-    """The data set that weights were trained on, or `data`, with the classes that the weights know."""
-    spec = data or metadata.get("recipe", {}).get("data") or metadata.get("dataset")
-    if spec is None:
-        raise RecNetsError("the weights do not say what they were trained on: give --data")
-    size = metadata.get("image_size")
-    side = int(size[0]) if isinstance(size, list | tuple) and str(spec).startswith("folder:") else None
-    found = load_dataset(str(spec), data_dir=data_dir, image_size=side)
-    classes = metadata.get("classes")
-    if classes is not None and list(classes) != found.classes:
-        raise RecNetsError(f"{spec} has other classes than the weights: give the --data they were trained on")
-    return found
-
-
 def normalise(images: Tensor, metadata: dict[str, Any]) -> Tensor:
     """uint8 (N, C, H, W) -> float32, by the weights' own mean and standard deviation."""
-    known = metadata.get("normalisation")
-    if not known:
-        raise RecNetsError("the weights do not say how pictures are normalised; train or save them with recnets")
-    mean, std = (torch.tensor(known[key], dtype=torch.float32).view(1, -1, 1, 1) for key in ("mean", "std"))
-    return (images.float() / 255 - mean) / std
+    return Normalise(*normalisation_of(metadata))(images)
 
 
 @torch.no_grad()

@@ -1,0 +1,47 @@
+"""The data set that trained weights belong to, by what their own metadata say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from recnets.data.base import DataSet
+from recnets.data.load import load_dataset
+from recnets.errors import RecNetsError
+
+
+def spec_of(metadata: Mapping[str, Any], data: str | None = None) -> str:
+    """`data` if given, else what the weights were trained on."""
+    spec = data or (metadata.get("recipe") or {}).get("data") or metadata.get("dataset")
+    if not spec:
+        raise RecNetsError("the weights do not say what they were trained on: give --data")
+    return str(spec)
+
+
+def data_of(metadata: Mapping[str, Any], data: str | None = None, data_dir: Path | None = None) -> DataSet:
+    """The data set `spec_of(metadata, data)` at the weights' image size, split as in training, with their classes."""
+    spec = spec_of(metadata, data)
+    size = metadata.get("image_size")
+    side = int(size[0]) if isinstance(size, list | tuple) else None
+    seed = int((metadata.get("recipe") or {}).get("split_seed", 0))
+    found = load_dataset(spec, data_dir=data_dir, image_size=side, seed=seed)
+    classes = metadata.get("classes")
+    if classes is not None and list(classes) != found.classes:
+        raise RecNetsError(
+            f"the weights were trained on {len(classes)} classes of {metadata.get('dataset', 'another data set')}, "
+            f"{spec} has {found.num_classes} of its own: give the --data they were trained on"
+        )
+    return found
+
+
+def normalisation_of(metadata: Mapping[str, Any], data: DataSet | None = None) -> tuple[list[float], list[float]]:
+    """(mean, std) of the weights, else of `data`."""
+    known = metadata.get("normalisation") or {}
+    if not known and data is None:
+        raise RecNetsError("the weights do not say how pictures are normalised; train or save them with recnets")
+    mean = list(known["mean"] if known else data.mean)  # type: ignore[union-attr]
+    std = list(known["std"] if known else data.std)  # type: ignore[union-attr]
+    if data is not None and len(mean) != data.in_channels:
+        raise RecNetsError(f"the weights expect images of {len(mean)} channels, {data.name} has {data.in_channels}")
+    return mean, std
