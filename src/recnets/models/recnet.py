@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from torch import Tensor, nn
 
+from recnets.errors import RecNetsError
 from recnets.layers import CRC, Recurrent
 from recnets.layers.crc import check_input
 from recnets.layers.norm import norm_of
-from recnets.models.registry import ModelConfig, register_model
+from recnets.models.registry import ModelConfig, kept_metadata, register_model
 from recnets.ops import dispatch
 from recnets.utils import choose, did_you_mean, positive_int
 
@@ -88,6 +90,7 @@ class RecNet(nn.Module):
         self.in_channels = positive_int(in_channels, "in_channels")
         _check_options(crc_options)
         self.crc_options = crc_options
+        self.metadata: dict[str, Any] = {}  # of the weights that were loaded
         numbers = ", ".join(str(v) for v in (e, *self.s, *self.d))
         self.config = ModelConfig(f"RecNet({numbers})", num_classes, in_channels, {"head": head, **crc_options})
 
@@ -115,6 +118,7 @@ class RecNet(nn.Module):
         """A new, untrained classifier for `num_classes` classes; 0 for none."""
         self.num_classes = positive_int(num_classes, "num_classes", minimum=0)
         self.config = replace(self.config, num_classes=num_classes)
+        self.metadata = kept_metadata(self.metadata)
         self.classifier: nn.Module
         if num_classes == 0:
             self.classifier = nn.Identity()
@@ -183,6 +187,64 @@ class RecNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
+
+    def save_pretrained(
+        self,
+        folder: Path | str,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        repo_id: str | None = None,
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> Path:
+        """Write model.safetensors, config.json and README.md (a model card) in the Hugging Face Hub's layout.
+
+        Args:
+            folder: made if it is not there.
+            metadata: accuracy, normalisation, recipe and the like, as in a weights file; by default those of the
+                weights that were loaded, which are no longer true after further training.
+            repo_id: the repository ("user/name") that the card names.
+            push_to_hub: upload to `repo_id` (by default the folder's name) as well; needs the extra "hub".
+            **options: license ("apache-2.0"), overwrite_card (False: an existing README.md is kept) and dtype
+                (torch.float16 stores half the bytes).
+        """
+        from recnets.models import hub  # which builds on this module
+
+        folder = hub.save_pretrained(self, folder, metadata=metadata, repo_id=repo_id, **options)
+        if push_to_hub:
+            hub.push_to_hub(self, repo_id or folder.resolve().name, metadata=metadata, **options)
+        return folder
+
+    @classmethod
+    def from_pretrained(cls, source: Path | str, *, num_classes: int | None = None, **download: Any) -> Self:
+        """The RecNet, in evaluation mode, of a folder, a weights file, a published name or a repository of the Hub.
+
+        Args:
+            source: what `save_pretrained` wrote, or "user/name" (needs the extra "hub").
+            num_classes: another number of classes than the weights' gets a new, untrained classifier.
+            **download: of a repository: revision, cache_dir, force_download, local_files_only, token.
+
+        The weights' metadata are in `model.metadata`.
+        """
+        from recnets.models import hub  # which builds on this module
+
+        model = hub.from_pretrained(source, **download)
+        if not isinstance(model, cls):
+            raise RecNetsError(
+                f"{source} holds a {type(model).__name__}, not a {cls.__name__}; use recnets.models.load_weights"
+            )
+        if num_classes is not None and num_classes != model.num_classes:
+            model.reset_classifier(num_classes)
+        return model
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload what `save_pretrained` writes to the Hub (needs the extra "hub"); returns the commit's address.
+
+        Options: private, token, branch, commit_message, and those of `save_pretrained`.
+        """
+        from recnets.models import hub  # which builds on this module
+
+        return hub.push_to_hub(self, repo_id, **options)
 
     @property
     def depth(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +133,11 @@ def _build(name: str, num_classes: int, in_channels: int, overrides: dict[str, A
     return model
 
 
+def kept_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What stays true of weights when their classifier is replaced."""
+    return {key: metadata[key] for key in ("normalisation", "image_size") if key in metadata}
+
+
 def _from_published(
     name: str, num_classes: int | None, in_channels: int | None, overrides: dict[str, Any], *, load: bool
 ) -> nn.Module:
@@ -148,6 +153,8 @@ def _from_published(
     if load:
         skip = ("classifier.",) if classes != config.num_classes else ()
         weights.load_tensors(model, tensors, path, skip=skip)
+        metadata = weights.read_metadata(path)
+        model.metadata = kept_metadata(metadata) if skip else metadata  # type: ignore[assignment]
     return model
 
 

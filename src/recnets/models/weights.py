@@ -24,9 +24,10 @@ from recnets.utils import atomic_write, did_you_mean
 FORMAT = "recnets"
 SUFFIX = ".safetensors"
 RUN_WEIGHTS = f"last{SUFFIX}"
+HUB_WEIGHTS = f"model{SUFFIX}"  # in a folder that `RecNet.save_pretrained` wrote
 PUBLISHED_FOLDER = Path(__file__).resolve().parents[1] / "weights"
 # How a model is computed belongs to the machine that runs it, not to the file.
-_MACHINE_OVERRIDES = ("backend", "mode")
+MACHINE_OVERRIDES = ("backend", "mode")
 
 
 def published() -> list[str]:
@@ -56,7 +57,7 @@ def save_weights(
     """
     model = _unwrapped(model)
     config = asdict(config_of(model))
-    config["overrides"] = {k: v for k, v in config["overrides"].items() if k not in _MACHINE_OVERRIDES}
+    config["overrides"] = {k: v for k, v in config["overrides"].items() if k not in MACHINE_OVERRIDES}
     values = {**metadata, "model": config, "parameters": sum(p.numel() for p in model.parameters())}
     header = {key: _to_json(key, value) for key, value in values.items()} | {"format": FORMAT}
     tensors = {name: _stored(name, tensor, dtype) for name, tensor in model.state_dict().items()}
@@ -69,11 +70,15 @@ def read_metadata(path_or_name: Path | str) -> dict[str, Any]:
 
 
 def load_weights(path_or_name: Path | str) -> tuple[nn.Module, dict[str, Any]]:
-    """(the model in evaluation mode, the metadata) of a weights file, a run folder or a published name."""
+    """(the model in evaluation mode, the metadata) of a weights file, a run folder or a published name.
+
+    A folder that `RecNet.save_pretrained` wrote will do too. The model carries the metadata as `model.metadata`.
+    """
     path = _resolve(path_or_name)
     metadata, tensors = _read(path)
     model = model_config(path, metadata).build()
     load_tensors(model, tensors, path)
+    model.metadata = metadata  # type: ignore[assignment]
     return model.eval(), metadata
 
 
@@ -161,10 +166,13 @@ def _resolve(path_or_name: Path | str) -> Path:
     """The file meant by a path, a run folder or a published name."""
     path = Path(path_or_name).expanduser()
     if path.is_dir():
-        weights = path / RUN_WEIGHTS
-        if not weights.is_file():
-            raise RecNetsError(f"the folder {path} holds no {RUN_WEIGHTS}; give a run folder or a weights file")
-        return weights
+        for name in (RUN_WEIGHTS, HUB_WEIGHTS):
+            if (path / name).is_file():
+                return path / name
+        raise RecNetsError(
+            f"the folder {path} holds no {RUN_WEIGHTS} (a run) and no {HUB_WEIGHTS} (from save_pretrained); "
+            "give such a folder or a weights file"
+        )
     if path.exists():
         return path
     name = str(path_or_name)
