@@ -83,8 +83,10 @@ class CRC(nn.Module):
         self.backend = choose(backend, dispatch.BACKENDS, "backend")
         dispatch.check_request(self.backend, self.recurrence, kernel_x, kernel_h, s_in, s_out)
 
-        self.weight_x = nn.Parameter(torch.empty(s_out, s_in, kernel_x, kernel_x))
-        self.weight_h = nn.Parameter(torch.empty(s_out, s_out, kernel_h, kernel_h))
+        # In channels-last order, as the maps of the fast paths are: else every step would rearrange them anew.
+        order = torch.channels_last
+        self.weight_x = nn.Parameter(torch.empty(s_out, s_in, kernel_x, kernel_x, memory_format=order))
+        self.weight_h = nn.Parameter(torch.empty(s_out, s_out, kernel_h, kernel_h, memory_format=order))
         has_bias = nonlinearity in ("relu", "linear")
         self.bias = nn.Parameter(torch.empty(s_out)) if has_bias else None
         self.norm = None if nonlinearity == "relu" else nn.BatchNorm2d(self._norm_channels())

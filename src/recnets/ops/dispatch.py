@@ -75,16 +75,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _choose(backend: str, reason: str | None) -> bool:
-    """Do the kernels run? Raises for an explicit request that cannot be met."""
-    if backend == "torch" or (reason is not None and backend == "auto"):
-        if backend == "auto" and not torch.compiler.is_compiling() and reason not in _said:
-            _said.add(str(reason))
-            _log.info("plain PyTorch runs a CRC layer: %s", reason)
-        return False
-    if reason is not None:
+def _chosen(backend: str, reason: str | None) -> bool:
+    """Do the kernels run ("auto" or "triton")? Raises for an explicit request that cannot be met."""
+    if reason is None:
+        return True
+    if backend == "triton":
         raise ValueError(f"backend='triton' cannot run here: {reason}; use backend='auto' or 'torch'")
-    return backend == "triton" or not INTERPRETED  # the interpreter is for those who ask for it
+    if not torch.compiler.is_compiling() and reason not in _said:
+        _said.add(reason)
+        _log.info("plain PyTorch runs a CRC layer: %s", reason)
+    return False
 
 
 def crc(
@@ -98,13 +98,15 @@ def crc(
     backend: str = "auto",
 ) -> Tensor:
     """All hidden states of a CRC layer, (N, d·s_in, H, W) -> (N, d·s_out, H, W)."""
+    if backend == "torch" or (backend == "auto" and INTERPRETED):  # the interpreter is for those who ask for it
+        return plain.crc(x, weight_x, weight_h, bias, norm, r)
     s_out, s_in = weight_x.shape[:2]
     reason = missing_kernel(r, weight_x.shape[-1], weight_h.shape[-1], s_in, s_out) or cannot_run(x, norm, r.d * s_out)
     if reason is None and norm is not None and not norm.batch_statistics:
         tensors = (x, weight_x, weight_h, norm.weight, norm.bias)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             reason = "the evaluation kernel has no gradient (a frozen norm in training, or no torch.no_grad())"
-    if backend == "torch" or not _choose(backend, reason):
+    if not _chosen(backend, reason):
         return plain.crc(x, weight_x, weight_h, bias, norm, r)
     assert norm is not None
     assert norm.weight is not None

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from recnets.ops.norm import Norm
 
+JOINT_PIXELS = 4
+"""In inference [x_i, h_{i-1}] are convolved as one from this many pixels for each of k·k·s_out on."""
+
 
 class Recurrence(NamedTuple):
     """The settings of a CRC layer that are not tensors."""
@@ -69,6 +72,11 @@ def crc(x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm
     """All hidden states, (N, d·s_in, H, W) -> (N, d·s_out, H, W); see `recnets.ops.naive.crc`."""
     n, _, height, width = x.shape
     s_out, s_in = weight_x.shape[:2]
+    in_place = r.recurrent and _foldable(norm, r.nonlinearity) and not torch.is_grad_enabled()
+    if in_place or torch.compiler.is_exporting():
+        # Planes, not pixels, lie together in the result, which the x-part then becomes. An exported graph chooses its
+        # own order, and channels-last strides would tie it to the sides of the example.
+        weight_x, weight_h = weight_x.contiguous(), weight_h.contiguous()
     segments = x.reshape(n * r.d, s_in, height, width)
     xw = conv(segments, weight_x, None if not r.recurrent else bias, r.padding_mode)
     if not r.recurrent:
@@ -78,7 +86,7 @@ def crc(x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm
         return torch.cat([sigma(z_i, norm) for z_i in z.chunk(r.d, dim=1)], dim=1)
     # One hidden state an index of the second dimension.
     xw = xw.reshape(n, r.d, s_out, height, width)
-    if norm is not None and _foldable(norm, r.nonlinearity) and not torch.is_grad_enabled():
+    if in_place and norm is not None:
         return _crc_folded_(xw, weight_h, norm, r)
     hidden: list[Tensor] = []
     h: Tensor | None = None
@@ -154,15 +162,24 @@ def steps(
 
 
 def _steps_overwritten(x: Tensor, weight_x: Tensor, weight_h: Tensor, norm: Norm, r: Recurrence) -> Iterator[Tensor]:
-    """`steps` in evaluation with one buffer for [x_i, h_{i-1}], so that no step copies its state into the next.
+    """`steps` in evaluation, every state written over the last, BN a multiply and an add.
 
-    BN is a multiply and an add on the state: on the small maps of late stages the weights are the larger tensor.
-    Weights are in channels-last order, as the maps are; oneDNN would otherwise reorder them at every step.
+    One convolution of [x_i, h_{i-1}] needs [W_x, W_h] side by side. On small maps that copy of the weights would be
+    the largest tensor of all, so there the two are convolved apart.
     """
     n, _, height, width = x.shape
     s_out, s_in, k, _ = weight_x.shape
     segments = x.split(s_in, dim=1)
-    z = conv(segments[0].contiguous(memory_format=torch.channels_last), weight_x, None, r.padding_mode)
+    affines = step_affines(norm, r, s_out)
+    z = conv(segments[0], weight_x, None, r.padding_mode).contiguous(memory_format=torch.channels_last)
+    if n * height * width < JOINT_PIXELS * s_out * k * k:
+        for i, (scale, shift) in enumerate(affines):
+            if i > 0:
+                h, z = z, conv(z, weight_h, None, r.padding_mode)
+                del h  # freed before the part of x is made
+                z += conv(segments[i], weight_x, None, r.padding_mode)
+            yield z.mul_(scale).add_(shift).relu_()
+        return
 
     # In the type of z, which autocast may have chosen.
     empty = functools.partial(torch.empty, dtype=z.dtype, device=z.device, memory_format=torch.channels_last)
@@ -171,7 +188,7 @@ def _steps_overwritten(x: Tensor, weight_x: Tensor, weight_h: Tensor, norm: Norm
     weight_xh[:, s_in:] = weight_h
     xh = empty(n, s_in + s_out, height, width)
     h = xh[:, s_in:]
-    for i, (scale, shift) in enumerate(step_affines(norm, r, s_out)):
+    for i, (scale, shift) in enumerate(affines):
         if i > 0:
             xh[:, :s_in] = segments[i]
             z = conv(xh, weight_xh, None, r.padding_mode)
