@@ -8,7 +8,20 @@ import pytest
 import recnets
 
 ROOT = Path(recnets.__file__).parent
-ORDER = ["errors", "utils", "ops", "layers", "models", "data", "training", "experiments", "deploy", "cli", "__main__"]
+ORDER = [
+    "errors",
+    "utils",
+    "ops",
+    "layers",
+    "models",
+    "data",
+    "training",
+    "experiments",
+    "deploy",
+    "timm",
+    "cli",
+    "__main__",
+]
 FILES = sorted(p for p in ROOT.rglob("*.py") if p.name != "__init__.py" or p.parent != ROOT)
 
 
