@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from recnets.cli.main import main
 from recnets.data import load_dataset
@@ -36,6 +37,15 @@ def test_writes_a_smaller_file_that_predicts_the_same(source, tmp_path, capsys):
     assert small["accuracy"] != 12.0  # the digits' whole test set was seen: measured, not copied
     model, _ = load_weights(out)
     assert model(torch.zeros(1, model.in_channels, 8, 8)).shape == (1, 10)
+
+
+def test_half_precision_halves_the_file(source, tmp_path):
+    sizes = {}
+    for name, options in (("single", []), ("half", ["--half"])):
+        out = tmp_path / f"{name}.safetensors"
+        assert main(["squeeze", str(source), "--out", str(out), "--max-changed", "5", *options]) in (0, None)
+        sizes[name] = sum(t.numel() * t.element_size() for t in load_file(out).values() if t.is_floating_point())
+    assert sizes["half"] * 2 == sizes["single"]
 
 
 def test_refuses_to_lose_predictions(source, tmp_path, capsys):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recnets.deploy import optimize
+from recnets.deploy import optimize, squeeze
 from recnets.deploy.bench import plain as plain_modules
-from recnets.deploy.optimize import FastRecurrent, FastStem
+from recnets.deploy.columns import ColumnRecurrent
+from recnets.deploy.fast import FastRecurrent, FastStem
 
 
 def assert_same(got: Tensor, expected: Tensor) -> None:
@@ -35,7 +36,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("overrides", VARIANTS, ids=str)
-@pytest.mark.parametrize("mode", ["stream", "concat"])
+@pytest.mark.parametrize("mode", ["stream", "concat", "columns"])
 @pytest.mark.parametrize("scale", ["folded", "shared"])
 def test_same_outputs(trained, overrides, mode, scale):
     model = trained(**overrides)
@@ -53,6 +54,24 @@ def test_every_layer_is_replaced_and_the_model_stays_as_it_is(trained):
     assert not any(p.requires_grad for p in fast.parameters())
     assert isinstance(model.stem.conv, nn.Conv2d)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("overrides", [{}, {"kernel_x": 1, "kernel_h": 1}, {"kernel_x": 5, "kernel_h": 5}], ids=str)
+def test_columns_on_batches_larger_than_what_is_gathered_at_once(trained, overrides):
+    model = trained(**overrides)
+    x = torch.randn(7, 3, 20, 24)  # two pictures at a time in the first stage, eight in the second
+    with torch.no_grad():
+        fast = optimize(model, mode="columns", image_size=8)
+        assert all(isinstance(module, ColumnRecurrent) for stage in fast.stages for module in stage)
+        assert_same(fast(x), model(x))
+
+
+def test_squeezed(trained):
+    small = squeeze(trained(dead=0.4), 0.0)
+    x = torch.randn(3, 3, 13, 17)
+    with torch.no_grad():
+        for mode in ("stream", "concat", "columns"):
+            assert_same(optimize(small, mode=mode, image_size=8)(x), small(x))
 
 
 def test_large_folded_weights_follow_a_change_of_type(trained):

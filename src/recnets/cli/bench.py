@@ -4,68 +4,124 @@ from __future__ import annotations
 
 import csv
 import io
+import re
+from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 from rich.table import Table
+from torch import nn
 
-from recnets.deploy.bench import Timing, bench
-from recnets.models import RecNet, create_model, list_models, load_weights
+from recnets.cli.output import console, count, table
+from recnets.deploy.bench import Timing, bench, sizes
+from recnets.experiments.latency import cpu_name
+from recnets.models import create_model, list_models, load_weights
+from recnets.models.weights import published
 from recnets.utils import atomic_write, git_commit, positive_int, versions
+
+RUNTIMES = ("onnxruntime", "openvino")
 
 
 def command(
-    models: Annotated[tuple[str, ...], tyro.conf.Positional] = ("recnet_60_480",),
+    models: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
     /,
     *,
     device: Literal["cpu"] = "cpu",
     threads: int = 2,
     repeats: int = 50,
     image_size: int = 32,
+    compile: bool = False,
+    sizes: bool = False,
     out: Path | None = None,
 ) -> int:
-    """Time RecNets on this machine's CPU, a picture at a time, in PyTorch and in ONNX Runtime.
+    """Time models on this machine's CPU, a picture at a time, in PyTorch, ONNX Runtime and OpenVINO.
 
     All ways to run a model take turns in one run. Use a quiet machine: where other work takes the cores, runs with
     many small parallel parts wait most, and ratios come out too large.
 
     Args:
-        models: names (untrained, 100 classes), weights files or run folders.
+        models: names (untrained, 100 classes), weights files or run folders; by default every published model.
         device: where.
         threads: of each runtime.
-        repeats: runs of each way, whose median is taken.
+        repeats: the least number of timed runs of each way, whose median is taken.
         image_size: side of the pictures.
-        out: a CSV file for the results.
+        compile: also the optimized model through torch.compile, which takes minutes.
+        sizes: no timing, only the bytes of weights and exported files.
+        out: a CSV file for the results, or a folder, where its name tells the device and the versions.
     """
     for what, value in (("threads", threads), ("repeats", repeats), ("image_size", image_size)):
         positive_int(value, what)
-    console, rows = Console(), []
-    for name in models:
-        model = create_model(name, num_classes=100) if name in list_models() else load_weights(name)[0]
-        if not isinstance(model, RecNet):
-            raise ValueError(f"bench takes RecNets, {name!r} is a {type(model).__name__}")
-        timings = bench(model, (image_size, image_size), repeats=repeats, threads=threads)
-        console.print(_table(name, timings))
-        rows += [{"model": name, **asdict(timing)} for timing in timings]
+    chosen = models or tuple(published())
+    if sizes:
+        rows = _sizes(chosen, image_size)
+    else:
+        rows = []
+        for name in chosen:
+            timings = bench(_model(name), (image_size,) * 2, repeats=repeats, threads=threads, compile=compile)
+            console().print(_table(name, timings))
+            rows += [{"model": name, **asdict(timing)} for timing in timings]
     if out is not None:
-        context = {"device": device, "threads": threads, "image_size": image_size, "repeats": repeats}
-        _write(out, [{**row, **context, "commit": git_commit() or "", **versions()} for row in rows])
-        console.print(f"wrote {out}", highlight=False)
+        context = {
+            "device": device,
+            "cpu": cpu_name(),
+            "threads": threads,
+            "image_size": image_size,
+            "repeats": repeats,
+        }
+        about = {**context, "repeats": repeats, "commit": git_commit() or "", **_versions()}
+        target = out / _file_name(context, sizes) if out.is_dir() else out
+        _write(target, [{**row, **about} for row in rows])
+        console().print(f"wrote {target}")
     return 0
 
 
-def _table(name: str, timings: list[Timing]) -> Table:
-    table = Table(name, "median ms", "best ms", "times plain", "file KB", "live KB")
-    for column in table.columns[1:]:
-        column.justify = "right"
+def _model(name: str) -> nn.Module:
+    return create_model(name, num_classes=100) if name in list_models() else load_weights(name)[0]
+
+
+def _versions() -> dict[str, str]:
+    found = versions()
+    for name in RUNTIMES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def _file_name(context: dict[str, Any], sizes: bool) -> str:
+    """ "latency-cpu-2-threads-Intel-Xeon-…-torch-2.13.0-onnxruntime-1.31.1.csv"."""
+    known = _versions()
+    parts = ["sizes"] if sizes else ["latency", context["device"], f"{context['threads']}-threads", context["cpu"]]
+    parts += [f"{name}-{known[name]}" for name in ("torch", *RUNTIMES) if known.get(name)]
+    return re.sub(r"[^\w.]+", "-", "-".join(parts)).strip("-") + ".csv"
+
+
+def _table(name: str, timings: Sequence[Timing]) -> Table:
+    columns = ("median ms", "best ms", "times plain", "file KB", "live KB")
+    made = table("", {name: "left"} | dict.fromkeys(columns, "right"))
     for t in timings:
         live = f"{t.live_bytes / 1e3:,.0f}" if t.live_bytes else ""
         times = f"{t.times_plain:.2f}"
-        table.add_row(t.way, f"{t.median_ms:.2f}", f"{t.best_ms:.2f}", times, f"{t.file_bytes / 1e3:,.0f}", live)
-    return table
+        made.add_row(t.way, f"{t.median_ms:.2f}", f"{t.best_ms:.2f}", times, f"{t.file_bytes / 1e3:,.0f}", live)
+    return made
+
+
+def _sizes(names: Sequence[str], image_size: int) -> list[dict[str, Any]]:
+    """Bytes, and in brackets how many times those of the float32 weights."""
+    columns = ("parameters", "weights", "ONNX", "OpenVINO", "ONNX 8 bits")
+    made = table("", {"bytes of": "left"} | dict.fromkeys(columns, "right"))
+    rows = []
+    for name in names:
+        found = sizes(_model(name), (image_size, image_size))
+        files = [f"{count(b)} ({b / found.weights:.3f})" if b else "" for b in (found.onnx, found.openvino, found.int8)]
+        made.add_row(name, count(found.parameters), count(found.weights), *files)
+        rows.append({"model": name, **asdict(found)})
+    console().print(made)
+    return rows
 
 
 def _write(out: Path, rows: list[dict[str, Any]]) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
+from recnets.cli.output import console
 from recnets.deploy.predict import Prediction, predict
 from recnets.models import load_weights
 
@@ -60,4 +60,4 @@ def _show(found: list[Prediction]) -> None:
         for i, (name, probability) in enumerate(prediction.classes):
             table.add_row(str(prediction.path) if i == 0 else "", name, f"{100 * probability:.1f} %")
         table.add_section()
-    Console().print(table)
+    console().print(table)

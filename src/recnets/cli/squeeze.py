@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import tyro
-from rich.console import Console
 from rich.table import Table
 
+from recnets.cli import output
 from recnets.data import data_of
 from recnets.deploy.check import Comparison, compare
 from recnets.deploy.squeeze import THRESHOLD, Row, describe, squeeze
@@ -24,6 +25,7 @@ def command(
     threshold: float = THRESHOLD,
     images: int = 2000,
     max_changed: float = 0.5,
+    half: bool = False,
     data: str | None = None,
     data_dir: Path | None = None,
 ) -> int:
@@ -35,6 +37,7 @@ def command(
         threshold: BN weights up to this magnitude count as zero.
         images: test pictures to compare predictions on.
         max_changed: percent of predictions that may change; above it nothing is written.
+        half: store the weights in fp16, as published ones are, and compare those.
         data: the data set of those pictures; by default what the weights were trained on.
         data_dir: folder with the data sets; RECNETS_DATA, else a cache folder.
     """
@@ -42,19 +45,22 @@ def command(
         raise ValueError(f"images must be at least 1, got {images}")
     model, metadata = load_weights(source)
     small = squeeze(model, threshold)
+    if half:
+        small = small.half().float()  # what the file will hold
     assert isinstance(model, RecNet)
     test = data_of(metadata, data, data_dir).test
     comparison = compare(model, small, test, metadata, images)
-    console = Console()
+    console = output.console()
     console.print(_table(describe(model, small)))
-    console.print(str(comparison), highlight=False)
+    console.print(str(comparison))
     if 100 * comparison.changed > max_changed * comparison.images:
         raise RecNetsError(
             f"{comparison.changed} of {comparison.images} predictions changed, more than {max_changed} %: nothing is "
             f"written; a --threshold below {threshold} takes out less"
         )
-    save_weights(out, small, _metadata(metadata, comparison, len(test), threshold))
-    console.print(f"wrote {out} ({out.stat().st_size:,} bytes)", highlight=False)
+    kept = _metadata(metadata, comparison, len(test), threshold)
+    save_weights(out, small, kept, dtype=torch.float16 if half else None)
+    console.print(f"wrote {out} ({out.stat().st_size:,} bytes)")
     return 0
 
 

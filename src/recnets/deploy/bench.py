@@ -1,24 +1,35 @@
-"""Latency on the CPU of the ways to run a model, in one interleaved run, and what their files and tensors weigh."""
+"""Latency on the CPU of the ways to run a model, taking turns in one run, and what their files and tensors weigh."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from recnets.deploy import openvino
 from recnets.deploy.export import bytes_of
 from recnets.deploy.int8 import to_int8
 from recnets.deploy.liveness import peak_bytes
 from recnets.deploy.onnx import Session, graph_of, to_onnx
 from recnets.deploy.optimize import optimize
+from recnets.deploy.unrolled import TRANSITIONS
 from recnets.layers import Recurrent
 from recnets.models import RecNet
 from recnets.models.squeezed import recurrent_modules
+
+# A turn is that many runs, the first of which are not timed: threads of the way before still spin for a while.
+TURN, SETTLE, PAUSE = 12, 4, 0.02
+PLAIN = "plain modules"
+
+Run = Callable[[Tensor], Tensor]
 
 
 class PlainRecurrent(nn.Module):
@@ -45,7 +56,7 @@ class PlainRecurrent(nn.Module):
     def _conv(weight: Tensor) -> nn.Conv2d:
         size = weight.shape[-1]
         conv = nn.Conv2d(weight.shape[1], weight.shape[0], size, padding=size // 2, bias=False)
-        conv.weight = nn.Parameter(weight.detach())
+        conv.weight.data.copy_(weight.detach())  # in nn.Conv2d's own memory order
         return conv
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +79,7 @@ def plain(model: RecNet) -> nn.Module:
 
 @dataclass(frozen=True)
 class Timing:
-    """One way to run a model. Sizes in bytes, 0 where they mean nothing."""
+    """One way to run a model. Sizes in bytes; `live_bytes` is 0 where it is not known."""
 
     way: str
     median_ms: float
@@ -78,52 +89,110 @@ class Timing:
     live_bytes: int
 
 
-def bench(
-    model: RecNet, image_size: tuple[int, int] = (32, 32), *, repeats: int = 50, threads: int = 2
-) -> list[Timing]:
-    """Time a picture at a time, in PyTorch (plain, as it is, optimized) and ONNX Runtime (stream, concat, 8 bits).
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a model's unique parameters in float32, and of its files; 0 where a format cannot hold it."""
 
-    All ways take turns, so that what else the machine does falls on all of them. Not alike: ways with more parallel
-    regions wait more on a busy machine, so ratios want a quiet one. The 8-bit file is calibrated on noise; for its
-    latency that makes no difference.
+    parameters: int
+    weights: int
+    onnx: int
+    openvino: int
+    int8: int
+
+
+def has_openvino() -> bool:
+    return importlib.util.find_spec("openvino") is not None
+
+
+def onnx_files(model: nn.Module, image_size: tuple[int, int]) -> dict[str, bytes]:
+    """ONNX files by name. The 8-bit one is calibrated on noise: that changes neither its size nor its latency."""
+    channels = int(model.in_channels)  # type: ignore[arg-type]
+    if not isinstance(model, RecNet):
+        return {"ONNX": to_onnx(graph_of(model, ""), channels, image_size, {})}
+    files = {f"ONNX {way}": to_onnx(graph_of(model, way), channels, image_size, {}) for way in TRANSITIONS}
+    noise = torch.randn(2, channels, *image_size, generator=torch.Generator().manual_seed(0))
+    return files | {"ONNX 8 bits": to_int8(model, noise, image_size, {})}
+
+
+def sizes(model: nn.Module, image_size: tuple[int, int] = (32, 32)) -> Sizes:
+    """What the files of a model weigh; the ONNX file is the larger of the two transitions."""
+    with torch.inference_mode(False), torch.no_grad():
+        files = onnx_files(model.eval(), image_size)
+    largest = max((content for way, content in files.items() if way != "ONNX 8 bits"), key=len)
+    pair = 0
+    if has_openvino():
+        with tempfile.TemporaryDirectory() as folder:
+            pair = openvino.write_openvino(largest, Path(folder) / "model.xml")
+    weights = bytes_of(model)
+    return Sizes(weights // 4, weights, len(largest), pair, len(files.get("ONNX 8 bits", b"")))
+
+
+def bench(
+    model: nn.Module,
+    image_size: tuple[int, int] = (32, 32),
+    *,
+    repeats: int = 50,
+    threads: int = 2,
+    compile: bool = False,
+) -> list[Timing]:
+    """Time a picture at a time, in PyTorch (plain, as it is, optimized), ONNX Runtime and, if installed, OpenVINO.
+
+    `repeats` is the least number of timed runs of each way. All ways take turns, so that what else the machine does
+    falls on all of them. Not alike: ways with more parallel regions wait more on a busy machine, so ratios want a
+    quiet one. `compile` adds the optimized model through `torch.compile`, which takes minutes.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            x = torch.randn(1, model.in_channels, *image_size, generator=torch.Generator().manual_seed(0))
-            ways: dict[str, Callable[[Tensor], Tensor]] = {"plain modules": plain(model)}
-            ways["RecNet"] = model.eval()
-            ways["optimized"] = optimize(model, image_size=image_size)
-            files = {
-                f"ONNX {way}": to_onnx(graph_of(model, way), model.in_channels, image_size, {})
-                for way in ("stream", "concat")
-            }
-            files["ONNX 8 bits"] = to_int8(model, x.expand(2, -1, -1, -1), image_size, {})
+        with torch.inference_mode(False), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+            x = torch.randn(1, int(model.in_channels), *image_size)  # type: ignore[arg-type]
+            files = onnx_files(model.eval(), image_size)
+            ways = _in_pytorch(model, image_size, compile)
             ways.update({way: Session(content, threads) for way, content in files.items()})
+            weigh = {way: len(content) for way, content in files.items()}
+            for way, content in files.items():
+                if has_openvino() and way != "ONNX 8 bits":
+                    path, name = Path(folder) / f"{len(weigh)}.xml", way.replace("ONNX", "OpenVINO")
+                    weigh[name] = openvino.write_openvino(content, path)
+                    ways[name] = openvino.Session(path, threads)
             seconds = _time(ways, x, repeats)
     finally:
         torch.set_num_threads(before)
-    reference = statistics.median(seconds["plain modules"])
+    reference = statistics.median(seconds[PLAIN])
+    live = {way: peak_bytes(content) for way, content in files.items()}
     return [
         Timing(
             way,
             1e3 * statistics.median(taken),
             1e3 * min(taken),
             reference / statistics.median(taken),
-            len(files[way]) if way in files else bytes_of(model),
-            peak_bytes(files[way]) if way in files else 0,
+            weigh.get(way, bytes_of(model)),
+            live.get(way, 0),
         )
         for way, taken in seconds.items()
     ]
 
 
-def _time(ways: dict[str, Callable[[Tensor], Tensor]], x: Tensor, repeats: int) -> dict[str, list[float]]:
+def _in_pytorch(model: nn.Module, image_size: tuple[int, int], compile: bool) -> dict[str, Run]:
+    ways: dict[str, Run] = {PLAIN: model}
+    if isinstance(model, RecNet):
+        ways = {PLAIN: plain(model), "RecNet": model}
+    ways["optimized"] = optimize(model, image_size=image_size)
+    if compile:
+        ways["optimized, compiled"] = optimize(model, image_size=image_size, compile=True)
+    return ways
+
+
+def _time(ways: dict[str, Run], x: Tensor, repeats: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for round_ in range(repeats + 3):
+    for run in ways.values():
+        run(x)  # chooses kernels, compiles
+    while min(len(taken) for taken in seconds.values()) < repeats:
         for way, run in ways.items():
-            start = time.perf_counter()
-            run(x)
-            if round_ >= 3:  # the first rounds choose kernels and fill caches
-                seconds[way].append(time.perf_counter() - start)
+            time.sleep(PAUSE)
+            for i in range(TURN):
+                start = time.perf_counter()
+                run(x)
+                if i >= SETTLE:
+                    seconds[way].append(time.perf_counter() - start)
     return seconds

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from recnets.deploy.onnx import INPUT, OUTPUT
 from recnets.errors import RecNetsError
 from recnets.utils import require
 
@@ -29,15 +32,41 @@ class Session:
         return torch.from_numpy(next(iter(result.values())).copy())
 
 
+def _settle_biases(model: Any) -> None:
+    """Make biases constants of shape (1, C, 1, 1).
+
+    OpenVINO reads the bias of a convolution as a dozen nodes that find out how many dimensions the maps have.
+    """
+    constant = require("openvino.opset13", "openvino").constant
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Reshape":
+            continue
+        source = node.input_value(0).get_node()
+        readers = [reader.get_node().get_type_name() for reader in node.output(0).get_target_inputs()]
+        if source.get_type_name() == "Constant" and len(source.shape) == 1 and readers == ["Add"]:
+            node.output(0).replace(constant(source.data.reshape(1, -1, 1, 1)).output(0))
+    model.validate_nodes_and_infer_types()
+
+
+def _shorten(graph: str) -> str:
+    """The same graph in fewer bytes: without indentation, and without the names and shapes that a reader infers."""
+    graph = re.sub(r">\s+<", "><", graph)
+    graph = re.sub(rf' names="(?!{INPUT}"|{OUTPUT}")[^"]*"', "", graph)
+    graph = re.sub(r"<dim>[^<]*</dim>", "", graph)
+    return re.sub(r"></port>", "/>", graph)
+
+
 def write_openvino(content: bytes, out: Path) -> int:
     """Write `out` (.xml) and its .bin from the bytes of an ONNX file; returns the bytes of both."""
     openvino = require("openvino", "openvino")
     model = openvino.Core().read_model(io.BytesIO(content))
+    _settle_biases(model)
     try:
         with tempfile.TemporaryDirectory(dir=out.parent) as folder:
             made = Path(folder) / out.name
             openvino.save_model(model, str(made), compress_to_fp16=False)
             weights = made.with_suffix(".bin")
+            made.write_text(_shorten(made.read_text(encoding="utf-8")), encoding="utf-8")
             size = made.stat().st_size + weights.stat().st_size
             os.replace(weights, out.with_suffix(".bin"))  # the graph last: it is what a reader opens
             os.replace(made, out)

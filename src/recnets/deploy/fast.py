@@ -1,0 +1,134 @@
+"""The parts of a RecNet as `optimize` writes them: folded, in channels-last order, few calls a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from recnets.layers import Recurrent
+from recnets.layers.norm import norm_of
+from recnets.models.recnet import Stem
+from recnets.models.squeezed import SqueezedRecurrent, SqueezedStem
+from recnets.ops.torch import conv, step_norm
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+class FastStem(nn.Module):
+    """The stem with its BN folded in; turns pictures into channels-last order."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, stem: Stem) -> None:
+        super().__init__()
+        scale, shift = norm_of(stem.norm).affine()
+        bias = stem.conv.bias
+        self.register_buffer("weight", channels_last(stem.conv.weight.detach() * scale[:, None, None, None]))
+        self.register_buffer("bias", shift if bias is None else shift + bias.detach() * scale)
+        self.expand = stem.expand if isinstance(stem, SqueezedStem) else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.expand(torch.conv2d(channels_last(x), self.weight, self.bias, padding=1).relu_())
+
+
+class FastRecurrent(nn.Module):
+    """A Recurrent module in evaluation, (N, d·s_in, H, W) -> (N, c_out, H, W) in channels-last order.
+
+    `scale` says where a step's BN goes: "folded" has weights for every step with the BN in them (d times the memory
+    of W_x and W_h), "shared" has the weights once and scales each step's result; what is faster depends on whether
+    d copies fit the processor's caches. `mode`: "stream" adds h_i·A_i into a running sum, "concat" keeps all the
+    h_i for one 1×1 convolution.
+    """
+
+    def __init__(self, module: Recurrent, mode: str, scale: str) -> None:
+        super().__init__()
+        crc = module.crc
+        self.mode, self.d, self.s_in, self.s_out, self.padding_mode = mode, crc.d, crc.s_in, crc.s_out, crc.padding_mode
+        norm = crc.step_norm()
+        weight_x, weight_h = crc.weight_x.detach(), crc.weight_h.detach()
+        bias = torch.zeros(crc.s_out) if crc.bias is None else crc.bias.detach()
+        self.scales: list[Tensor] = []
+        self.shifts: list[Tensor] = []
+        for i in range(crc.d):
+            own = step_norm(norm, i, crc.s_out)
+            factor, shift = (torch.ones(crc.s_out), torch.zeros(crc.s_out)) if own is None else own.affine()
+            self.scales.append(factor.detach())
+            self.shifts.append((shift + factor * bias).detach())
+        self.joint = weight_x.shape[-1] == weight_h.shape[-1]
+        self.folded = scale == "folded"
+        steps = range(1, crc.d if self.folded else min(2, crc.d))
+        self.first = channels_last(self._scaled(weight_x, 0))
+        self.weights: list[tuple[Tensor, ...]] = []
+        for i in steps:
+            pair = (torch.cat([weight_x, weight_h], dim=1),) if self.joint else (weight_x, weight_h)
+            self.weights.append(tuple(channels_last(self._scaled(w, i)) for w in pair))
+        matrix, self.start = transition_matrix(module)
+        self.expand = module.transition.expand if isinstance(module, SqueezedRecurrent) else nn.Identity()
+        self.matrices = [a.contiguous() for a in matrix.split(crc.s_out)]
+        self.pointwise = channels_last(matrix.t()[:, :, None, None])
+        if mode == "stream":
+            self.pointwise = self.pointwise[:0]
+        else:
+            self.matrices = []
+        if not self.folded:
+            self.scales = [t[:, None, None] for t in self.scales]
+            self.shifts = [t[:, None, None] for t in self.shifts]
+
+    def _scaled(self, weight: Tensor, i: int) -> Tensor:
+        return weight * self.scales[i][:, None, None, None] if self.folded else weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastRecurrent:
+        """Lists of tensors are no buffers; they move and change type with the rest all the same."""
+        super()._apply(fn, recurse)
+        for name in ("scales", "shifts", "matrices"):
+            setattr(self, name, [fn(t) for t in getattr(self, name)])
+        for name in ("first", "start", "pointwise"):
+            setattr(self, name, fn(getattr(self, name)))
+        self.weights = [tuple(fn(t) for t in pair) for pair in self.weights]
+        return self
+
+    def _step(self, i: int, x_i: Tensor, h: Tensor | None) -> Tensor:
+        bias = self.shifts[i] if self.folded else None
+        if h is None:
+            z = conv(channels_last(x_i), self.first, bias, self.padding_mode)
+        else:
+            weights = self.weights[i - 1 if self.folded else 0]
+            if self.joint:
+                z = conv(torch.cat([x_i, h], dim=1), weights[0], bias, self.padding_mode)
+            else:
+                z = conv(channels_last(x_i), weights[0], bias, self.padding_mode)
+                z = z.add_(conv(h, weights[1], None, self.padding_mode))
+        return z.relu_() if self.folded else torch.addcmul(self.shifts[i], z, self.scales[i]).relu_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor | None = None
+        total: Tensor | None = None
+        hidden: list[Tensor] = []
+        for i, x_i in enumerate(channels_last(x).split(self.s_in, dim=1)):
+            h = self._step(i, x_i, h)
+            if self.mode == "concat":
+                hidden.append(h)
+                continue
+            pixels = h.permute(0, 2, 3, 1).reshape(-1, self.s_out)  # a view: h is in channels-last order
+            if total is None:
+                total = torch.addmm(self.start, pixels, self.matrices[0])
+            else:
+                total.addmm_(pixels, self.matrices[i])
+        if total is None:
+            return self.expand(torch.conv2d(torch.cat(hidden, dim=1), self.pointwise, self.start).relu_())
+        return self.expand(total.relu_().unflatten(0, (x.shape[0], x.shape[2], x.shape[3])).permute(0, 3, 1, 2))
+
+
+def transition_matrix(module: Recurrent) -> tuple[Tensor, Tensor]:
+    """The transition with its BN folded in: y = relu(h·matrix + start), (d·s_out, c_out) and (c_out)."""
+    scale, start = norm_of(module.transition.norm).affine()
+    matrix = (module.transition.conv.weight.flatten(1).t() * scale).detach()
+    if isinstance(module, SqueezedRecurrent):  # a product with a few zeros is faster than picking columns
+        whole = matrix.new_zeros(module.crc.d * module.crc.s_out, matrix.shape[1])
+        matrix = whole.index_copy(0, module.transition.columns, matrix)
+    return matrix, start.detach()
