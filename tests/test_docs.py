@@ -17,8 +17,9 @@ from recnets.models import list_models, model_info
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-# docs/data.md has a test of its own, which also compares what is printed.
-WITH_PYTHON = [p for p in PAGES if p.name != "data.md" and "```python" in p.read_text(encoding="utf-8")]
+# These have tests of their own: one compares what is printed, one runs the commands in between.
+ELSEWHERE = ("data.md", "deploy.md")
+WITH_PYTHON = [p for p in PAGES if p.name not in ELSEWHERE and "```python" in p.read_text(encoding="utf-8")]
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -1,0 +1,82 @@
+"""Draws accuracy against latency and against file size on the CPU, from what `recnet bench --out` wrote.
+
+    python scripts/draw_deploy.py benchmarks/results/latency-cpu-….csv
+
+Writes docs/img/deploy-latency and docs/img/deploy-size, each as .svg and .png, and prints for each accuracy the fastest
+and the smallest network. Accuracies are the paper's, CIFAR-100: latency and size do not depend on training.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+from recnets.experiments.figure import draw_figure
+from recnets.experiments.paper import TABLES
+from recnets.experiments.points import FIGURE_TABLES, Axis, Point
+from recnets.models import model_info
+
+OUT = Path(__file__).resolve().parents[1] / "docs" / "img"
+INT8 = "ONNX 8 bits"
+AXES = (
+    Axis("latency", "Time of one 32×32 picture, 2 CPU cores, fastest fp32 file (ms)", "ms", paper_own=True),
+    Axis("size", "ONNX file, fp32 (MB)", "MB", paper_own=True),
+)
+
+
+def read(path: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """Rows of the CSV by model and way."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            found.setdefault(row["model"], {})[row["way"]] = row
+    return found
+
+
+def exported(ways: dict[str, dict[str, str]]) -> list[dict[str, str]]:
+    """The rows of float32 files in other runtimes."""
+    return [row for way, row in ways.items() if way.startswith(("ONNX", "OpenVINO")) and way != INT8]
+
+
+def points(found: dict[str, dict[str, dict[str, str]]]) -> list[Point]:
+    """One a network that the paper gives an accuracy for. 8-bit files are left out: their accuracy is their own."""
+    accuracy = {row.model: row.accuracy["cifar100"] for t in FIGURE_TABLES for row in TABLES[t].rows}
+    made = []
+    for model, ways in found.items():
+        if model not in accuracy:
+            continue
+        info = model_info(model)
+        files = [row for row in exported(ways) if row["way"].startswith("ONNX")]
+        place = {
+            "latency": min(float(row["median_ms"]) for row in exported(ways)),
+            "size": min(int(row["file_bytes"]) for row in files) / 1e6,
+        }
+        made.append(Point(info.title, info.family, accuracy[model], None, {}, place))
+    return made
+
+
+def frontier(shown: list[Point], axis: str) -> list[Point]:
+    """Networks that no other beats in both accuracy and the axis, from the most accurate down."""
+    best: list[Point] = []
+    for point in sorted(shown, key=lambda p: (-(p.paper or 0), p.paper_x[axis])):
+        if not best or point.paper_x[axis] < best[-1].paper_x[axis]:
+            best.append(point)
+    return best
+
+
+def main(path: Path) -> None:
+    shown = points(read(path))
+    for axis, best in zip(AXES, ("fastest", "smallest"), strict=True):
+        title = f"CIFAR-100 accuracy (the paper's) and {axis.name} of exported networks"
+        for written in draw_figure(shown, axis, OUT / f"deploy-{axis.name}", title):
+            print(f"wrote {written.relative_to(OUT.parents[1])}")
+        print(f"{best} at its accuracy, CIFAR-100 in the paper:")
+        for point in frontier(shown, axis.name):
+            print(f"  {point.paper:.2f} %  {point.paper_x[axis.name]:6.2f} {axis.unit}  {point.title}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    main(Path(sys.argv[1]))
