@@ -49,16 +49,17 @@ class Recurrent(nn.Module):
         crc = self.crc
         check_input(x, crc.d * crc.s_in, f"Recurrent with {crc}")
         norm = norm_of(self.transition.norm)
-        matrix = self.transition.conv.weight.flatten(1).t()  # (d·s_out, c_out): A_0 above A_1 above …
+        # A_0, A_1, …, each (s_out, c_out)
+        matrices = self.transition.conv.weight.view(-1, crc.d, crc.s_out).permute(1, 2, 0).unbind(0)
         in_place = not self._needs_grad(x)
         total: Tensor | None = None
         hidden = plain.steps(
             *(x, crc.weight_x, crc.weight_h, crc.bias, crc.step_norm(), crc.recurrence),
             overwrite=in_place and not torch.compiler.is_compiling(),  # a compiler plans its buffers itself
         )
-        for i, h in enumerate(hidden):
+        for h, matrix in zip(hidden, matrices, strict=True):
             pixels = h.permute(0, 2, 3, 1).flatten(0, 2)  # a view: h is in channels-last order
-            a_i = matrix[i * crc.s_out : (i + 1) * crc.s_out].to(h.dtype)
+            a_i = matrix if matrix.dtype == h.dtype else matrix.to(h.dtype)
             if total is None:
                 total = pixels @ a_i
             elif in_place:

@@ -49,10 +49,9 @@ class Norm(NamedTuple):
         scale = torch.rsqrt(self.var + self.eps)
         if self.weight is not None:
             scale = scale * self.weight
-        shift = -self.mean * scale
-        if self.bias is not None:
-            shift = shift + self.bias
-        return scale, shift
+        if self.bias is None:
+            return scale, -self.mean * scale
+        return scale, torch.addcmul(self.bias, self.mean, scale, value=-1)
 
 
 def _sync_batch_norm(z: Tensor, norm: Norm) -> Tensor:

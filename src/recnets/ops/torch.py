@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recnets.ops.norm import Norm
 
-JOINT_PIXELS = 4
+JOINT_PIXELS = 3
 """In inference [x_i, h_{i-1}] are convolved as one from this many pixels for each of k·k·s_out on."""
 
 
@@ -62,10 +62,11 @@ def _foldable(norm: Norm | None, nonlinearity: str) -> bool:
 
 def step_affines(norm: Norm, r: Recurrence, s_out: int) -> list[tuple[Tensor, Tensor]]:
     """In evaluation: (scale, shift) of every step, each (s_out, 1, 1), from one computation for all."""
-    scale, shift = (t[:, None, None] for t in norm.affine())
+    scale, shift = norm.affine()
     if scale.shape[0] == s_out:  # one norm for all steps, or one step
-        return [(scale, shift)] * r.d
-    return list(zip(scale.split(s_out), shift.split(s_out), strict=True))
+        return [(scale[:, None, None], shift[:, None, None])] * r.d
+    parts = (t.view(r.d, s_out, 1, 1).unbind(0) for t in (scale, shift))
+    return list(zip(*parts, strict=True))
 
 
 def crc(x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm: Norm | None, r: Recurrence) -> Tensor:
@@ -178,7 +179,7 @@ def _steps_overwritten(x: Tensor, weight_x: Tensor, weight_h: Tensor, norm: Norm
                 h, z = z, conv(z, weight_h, None, r.padding_mode)
                 del h  # freed before the part of x is made
                 z += conv(segments[i], weight_x, None, r.padding_mode)
-            yield z.mul_(scale).add_(shift).relu_()
+            yield torch.addcmul(shift, z, scale, out=z).relu_()
         return
 
     # In the type of z, which autocast may have chosen.
