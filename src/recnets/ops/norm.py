@@ -54,23 +54,41 @@ class Norm(NamedTuple):
         return scale, torch.addcmul(self.bias, self.mean, scale, value=-1)
 
 
+class _Sum(torch.autograd.Function):
+    """The sum of a tensor over the processes of a group; its gradient is the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone()
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total, None
+
+
 def _sync_batch_norm(z: Tensor, norm: Norm) -> Tensor:
     """Batch normalisation over the pixels of all processes of `norm.group`, differentiable, on any device.
 
-    The gradient of an all-reduced sum is the all-reduced gradient, which `torch.distributed.nn` knows. Counts may
-    differ from process to process. The mean comes first and the variance is of the centred values: the one-pass
-    E[z²]-E[z]² would lose digits.
+    Counts may differ from process to process. The mean comes first and the variance is of the centred values: the
+    one-pass E[z²]-E[z]² would lose digits.
     """
-    from torch.distributed.nn.functional import all_reduce
+
+    def all_reduce(x: Tensor) -> Tensor:
+        return _Sum.apply(x, norm.group)
 
     z32 = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
     local = z32.sum(dim=(0, 2, 3))
     count = local.new_tensor([z.shape[0] * z.shape[2] * z.shape[3]])
-    total = all_reduce(torch.cat([local, count]), group=norm.group)
+    total = all_reduce(torch.cat([local, count]))
     n = total[-1].detach()
     mean = total[:-1] / n
     centred = z32 - mean[:, None, None]
-    var = all_reduce(centred.square().sum(dim=(0, 2, 3)), group=norm.group) / n
+    var = all_reduce(centred.square().sum(dim=(0, 2, 3))) / n
     if norm.mean is not None and norm.var is not None:
         with torch.no_grad():
             norm.mean.lerp_(mean.to(norm.mean.dtype), norm.momentum)
