@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 
 from recnets.data import data_of
-from recnets.deploy.export import BATCHES, SUFFIXES, Exported, export, export_int8
+from recnets.deploy.export import SUFFIXES, Exported, export, export_int8
 from recnets.models import load_weights
 
 
@@ -17,10 +17,11 @@ def command(
     source: Annotated[str, tyro.conf.Positional],
     /,
     *,
-    format: Literal["onnx", "onnx-int8", "openvino"] = "onnx",
+    format: Literal["onnx", "onnx-int8", "openvino", "executorch"] = "onnx",
     out: Path | None = None,
     transition: Literal["auto", "stream", "concat"] = "auto",
     image_size: int | None = None,
+    max_batch: int = 8,
     calibration: int = 256,
     max_loss: float = 0.5,
     data: str | None = None,
@@ -33,10 +34,12 @@ def command(
 
     Args:
         source: a run folder, a weights file or a published name.
-        format: onnx, onnx-int8 (8 bits), or openvino (an .xml with its .bin).
+        format: onnx, onnx-int8 (8 bits), openvino (an .xml with its .bin), or executorch (a .pte, run by XNNPACK; takes
+            minutes, half as many with a --transition).
         out: the file; by default named after the source, in the current folder.
         transition: how a RecNet's hidden states are summed. stream needs less memory; auto takes the faster one.
         image_size: side of the pictures; by default what the weights were trained on.
+        max_batch: executorch: the largest batch, 1 to 15; its runtime plans memory for it when the file is made.
         calibration: onnx-int8: number of training pictures.
         max_loss: onnx-int8: points of accuracy that may be lost.
         data: onnx-int8: the data set; by default what the weights were trained on.
@@ -55,8 +58,16 @@ def command(
         made, comparison = export_int8(model, target, found, metadata, **options)  # type: ignore[arg-type]
         beside = str(comparison)
     else:
-        made = export(model, target, format=format, transition=transition, image_size=size, metadata=metadata)
-        batches = ", ".join(str(b) for b in BATCHES[:-1]) + f" and {BATCHES[-1]}"
+        made = export(
+            model,
+            target,
+            format=format,
+            transition=transition,
+            image_size=size,
+            metadata=metadata,
+            max_batch=max_batch,
+        )
+        batches = " and ".join(", ".join(str(b) for b in made.batches).rsplit(", ", 1))
         beside = f"batches of {batches} beside PyTorch: largest difference {made.difference:.2g}, "
         beside += f"top-1 agreement {100 * made.agreement:.0f} %"
     _show(made, beside)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from recnets.data import DataSet
-from recnets.deploy import onnx, openvino
+from recnets.deploy import executorch, onnx, openvino
 from recnets.deploy.check import Comparison, compare, normalise
 from recnets.deploy.int8 import to_int8
 from recnets.errors import RecNetsError
 from recnets.models import RecNet
 from recnets.utils import atomic_write, choose
 
-FORMATS = ("onnx", "openvino")
-SUFFIXES = {"onnx": ".onnx", "onnx-int8": ".onnx", "openvino": ".xml"}
+FORMATS = ("onnx", "openvino", "executorch")
+SUFFIXES = {"onnx": ".onnx", "onnx-int8": ".onnx", "openvino": ".xml", "executorch": ".pte"}
 BATCHES = (1, 2, 7)
 # Relative to the largest logit; float32 sums in another order differ by far less.
 TOLERANCE = 1e-4
@@ -28,7 +28,7 @@ ABOUT_KEYS = ("dataset", "classes", "normalisation", "image_size", "accuracy")
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written and how it compares with PyTorch on batches of 1, 2 and 7.
+    """What was written and how it compares with PyTorch on `batches`.
 
     `file_bytes` counts all files of the format, `weight_bytes` the unique parameters in float32. `transition` is ""
     for models without Recurrent modules.
@@ -41,13 +41,19 @@ class Exported:
     weight_bytes: int
     difference: float
     agreement: float
+    batches: tuple[int, ...] = BATCHES
 
 
-def check(model: nn.Module, session: Callable[[Tensor], Tensor], image_size: tuple[int, int]) -> tuple[float, float]:
-    """(largest difference of a logit, share of equal top-1 answers) on random pictures in batches of 1, 2 and 7."""
+def check(
+    model: nn.Module,
+    session: Callable[[Tensor], Tensor],
+    image_size: tuple[int, int],
+    batches: tuple[int, ...] = BATCHES,
+) -> tuple[float, float]:
+    """(largest difference of a logit, share of equal top-1 answers) on random pictures in `batches`."""
     generator = torch.Generator().manual_seed(0)
     difference, agree, largest = 0.0, 0, 1.0
-    for batch in BATCHES:
+    for batch in batches:
         x = torch.randn(batch, int(model.in_channels), *image_size, generator=generator)  # type: ignore[arg-type]
         with torch.no_grad():
             expected = model(x)
@@ -61,7 +67,7 @@ def check(model: nn.Module, session: Callable[[Tensor], Tensor], image_size: tup
         agree += int((got.argmax(1) == expected.argmax(1)).sum())
     if not difference <= TOLERANCE * largest:
         raise RecNetsError(f"the exported model differs from PyTorch by {difference:.3g}, more than rounding explains")
-    return difference, agree / sum(BATCHES)
+    return difference, agree / sum(batches)
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -85,6 +91,14 @@ def size_limit(weight_bytes: int) -> int:
     return int(1.15 * weight_bytes) + 100_000
 
 
+def _check_size(content: bytes, weight_bytes: int) -> None:
+    if len(content) > size_limit(weight_bytes):
+        raise RecNetsError(
+            f"the file would have {len(content):,} bytes for {weight_bytes:,} bytes of weights, more than "
+            f"{size_limit(weight_bytes):,}: weights are stored more than once"
+        )
+
+
 def export(
     model: nn.Module,
     out: Path | str,
@@ -93,16 +107,18 @@ def export(
     transition: str = "auto",
     image_size: int | tuple[int, int] = 32,
     metadata: Mapping[str, Any] | None = None,
+    max_batch: int = 8,
 ) -> Exported:
     """Write `model` for another runtime, in evaluation mode and float32, with a batch dimension of any size.
 
     Args:
         model: a RecNet (unrolled) or another model of this package.
         out: the file; OpenVINO also writes the weights beside it, with the suffix .bin.
-        format: "onnx" or "openvino".
-        transition: "stream" (less memory), "concat", or "auto" for what runs faster here in ONNX Runtime.
+        format: "onnx", "openvino" or "executorch".
+        transition: "stream" (less memory), "concat", or "auto" for what runs faster here in ONNX Runtime or ExecuTorch.
         image_size: side of the pictures, or (height, width).
         metadata: of the weights file; classes, normalisation and the like are stored with the graph.
+        max_batch: ExecuTorch: the largest batch, for which its runtime plans memory; 1 to 15.
 
     The file is loaded in its runtime and compared with PyTorch; a file that does not agree, or holds copies of shared
     weights, is not left behind.
@@ -113,12 +129,15 @@ def export(
     model = model.eval()
     about = _about(metadata or {})
     weight_bytes = bytes_of(model)
+    if format == "executorch":
+        content, transition = executorch.export_executorch(model, size, about, transition, max_batch)
+        _check_size(content, weight_bytes)
+        batches = executorch.batches(max_batch)
+        difference, agreement = check(model, executorch.Session(content), size, batches)
+        atomic_write(out, content)
+        return Exported(out, format, transition, len(content), weight_bytes, difference, agreement, batches)
     content, transition = onnx.export_onnx(model, size, about, transition)
-    if len(content) > size_limit(weight_bytes):
-        raise RecNetsError(
-            f"the ONNX file would have {len(content):,} bytes for {weight_bytes:,} bytes of weights, more than "
-            f"{size_limit(weight_bytes):,}: weights are stored more than once"
-        )
+    _check_size(content, weight_bytes)
     difference, agreement = check(model, onnx.Session(content), size)
     file_bytes = len(content)
     if format == "onnx":
