@@ -65,7 +65,7 @@ def test_plain_modules_name_what_they_cannot_be(trained):
 def test_command_writes_a_table_of_all_ways(trained, tmp_path, capsys):
     source, out = tmp_path / "net.safetensors", tmp_path / "bench.csv"
     save_weights(source, trained("RecNet(2, 4, 2)"), {})
-    options = ["--repeats", "2", "--threads", "1", "--image-size", "8", "--out", str(out)]
+    options = ["--repeats", "2", "--patience", "0", "--threads", "1", "--image-size", "8", "--out", str(out)]
     assert main(["bench", str(source), *options]) in (0, None)
     assert "times plain" in capsys.readouterr().out
     with out.open() as file:
@@ -79,7 +79,7 @@ def test_command_writes_a_table_of_all_ways(trained, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_other_models_take_part(tmp_path, capsys):
-    options = ["--repeats", "1", "--threads", "1", "--out", str(tmp_path)]
+    options = ["--repeats", "1", "--patience", "0", "--threads", "1", "--out", str(tmp_path)]
     assert main(["bench", "mobilenet", *options]) in (0, None)
     (out,) = tmp_path.glob("latency-cpu-1-threads-*-torch-*-onnxruntime-*.csv")
     with out.open() as file:

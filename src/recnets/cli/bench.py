@@ -33,14 +33,16 @@ def command(
     threads: int = 2,
     repeats: int = 50,
     image_size: int = 32,
+    patience: float = 60.0,
     compile: bool = False,
     sizes: bool = False,
     out: Path | None = None,
 ) -> int:
     """Time models on this machine's CPU, a picture at a time, in PyTorch, ONNX Runtime and OpenVINO.
 
-    All ways to run a model take turns in one run. Use a quiet machine: where other work takes the cores, runs with
-    many small parallel parts wait most, and ratios come out too large.
+    All ways to run a model take turns in one run. Where other work takes the cores, runs with many small parallel
+    parts wait most and ratios come out too large: turns in which others ran are left out, as far as --patience goes,
+    and the last column says how much of a core others took in those that count.
 
     Args:
         models: names (untrained, 100 classes), weights files or run folders; by default every published model.
@@ -48,6 +50,7 @@ def command(
         threads: of each runtime.
         repeats: the least number of timed runs of each way, whose median is taken.
         image_size: side of the pictures.
+        patience: seconds to wait, for each model, for turns that nothing disturbs.
         compile: also the optimized model through torch.compile, which takes minutes.
         sizes: no timing, only the bytes of weights and exported files.
         out: a CSV file for the results, or a folder, where its name tells the device and the versions.
@@ -60,7 +63,8 @@ def command(
     else:
         rows = []
         for name in chosen:
-            timings = bench(_model(name), (image_size,) * 2, repeats=repeats, threads=threads, compile=compile)
+            options = {"repeats": repeats, "threads": threads, "compile": compile, "patience": patience}
+            timings = bench(_model(name), (image_size, image_size), **options)  # type: ignore[arg-type]
             console().print(_table(name, timings))
             rows += [{"model": name, **asdict(timing)} for timing in timings]
     if out is not None:
@@ -101,12 +105,13 @@ def _file_name(context: dict[str, Any], sizes: bool) -> str:
 
 
 def _table(name: str, timings: Sequence[Timing]) -> Table:
-    columns = ("median ms", "best ms", "times plain", "file KB", "live KB")
+    columns = ("median ms", "best ms", "times plain", "file KB", "live KB", "others")
     made = table("", {name: "left"} | dict.fromkeys(columns, "right"))
     for t in timings:
         live = f"{t.live_bytes / 1e3:,.0f}" if t.live_bytes else ""
         times = f"{t.times_plain:.2f}"
-        made.add_row(t.way, f"{t.median_ms:.2f}", f"{t.best_ms:.2f}", times, f"{t.file_bytes / 1e3:,.0f}", live)
+        others = f"{100 * t.others:.0f} %"
+        made.add_row(t.way, f"{t.median_ms:.2f}", f"{t.best_ms:.2f}", times, f"{t.file_bytes / 1e3:,.0f}", live, others)
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 import statistics
 import tempfile
 import time
@@ -27,6 +28,8 @@ from recnets.models.squeezed import recurrent_modules
 
 # A turn is that many runs, the first of which are not timed: threads of the way before still spin for a while.
 TURN, SETTLE, PAUSE = 12, 4, 0.02
+# A turn is quiet if other processes took at most this share of a core; the clock of the system counts in hundredths.
+QUIET = 0.15
 PLAIN = "plain modules"
 
 Run = Callable[[Tensor], Tensor]
@@ -87,6 +90,8 @@ class Timing:
     times_plain: float
     file_bytes: int
     live_bytes: int
+    others: float
+    """The largest share of a core that other processes took while this was timed."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +139,13 @@ def bench(
     repeats: int = 50,
     threads: int = 2,
     compile: bool = False,
+    patience: float = 60.0,
 ) -> list[Timing]:
     """Time a picture at a time, in PyTorch (plain, as it is, optimized), ONNX Runtime and, if installed, OpenVINO.
 
-    `repeats` is the least number of timed runs of each way. All ways take turns, so that what else the machine does
-    falls on all of them. Not alike: ways with more parallel regions wait more on a busy machine, so ratios want a
-    quiet one. `compile` adds the optimized model through `torch.compile`, which takes minutes.
+    `repeats` is the least number of timed runs of each way. All ways take turns. Ways with more parallel regions wait
+    more on a busy machine, so turns in which other processes ran are left out if enough others come within
+    `patience` seconds. `compile` adds the optimized model through `torch.compile`, which takes minutes.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -155,10 +161,10 @@ def bench(
                     path, name = Path(folder) / f"{len(weigh)}.xml", way.replace("ONNX", "OpenVINO")
                     weigh[name] = openvino.write_openvino(content, path)
                     ways[name] = openvino.Session(path, threads)
-            seconds = _time(ways, x, repeats)
+            found = _time(ways, x, repeats, patience)
     finally:
         torch.set_num_threads(before)
-    reference = statistics.median(seconds[PLAIN])
+    reference = statistics.median(found[PLAIN][0])
     live = {way: peak_bytes(content) for way, content in files.items()}
     return [
         Timing(
@@ -168,8 +174,9 @@ def bench(
             reference / statistics.median(taken),
             weigh.get(way, bytes_of(model)),
             live.get(way, 0),
+            others,
         )
-        for way, taken in seconds.items()
+        for way, (taken, others) in found.items()
     ]
 
 
@@ -183,16 +190,47 @@ def _in_pytorch(model: nn.Module, image_size: tuple[int, int], compile: bool) ->
     return ways
 
 
-def _time(ways: dict[str, Run], x: Tensor, repeats: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+def _busy_seconds() -> float | None:
+    """CPU time that all processes of this machine have used, where the system tells."""
+    try:
+        first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()
+        return (sum(map(int, first[1:4])) + sum(map(int, first[6:9]))) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return None
+
+
+def _turn(run: Run, x: Tensor) -> tuple[list[float], float]:
+    """(seconds of the timed runs, share of a core that other processes took meanwhile)."""
+    time.sleep(PAUSE)
+    taken = []
+    began, own, all_ = time.perf_counter(), time.process_time(), _busy_seconds()
+    for i in range(TURN):
+        start = time.perf_counter()
+        run(x)
+        if i >= SETTLE:
+            taken.append(time.perf_counter() - start)
+    wall, own, after = time.perf_counter() - began, time.process_time() - own, _busy_seconds()
+    others = 0.0 if all_ is None or after is None else max(0.0, after - all_ - own) / wall
+    return taken, others
+
+
+def _time(ways: dict[str, Run], x: Tensor, repeats: int, patience: float) -> dict[str, tuple[list[float], float]]:
+    """Of each way, the seconds of its runs in the quietest turns, and the share of a core that others took in them.
+
+    Turns go on until every way had enough quiet ones, or for `patience` seconds.
+    """
     for run in ways.values():
         run(x)  # chooses kernels, compiles
-    while min(len(taken) for taken in seconds.values()) < repeats:
+    turns: dict[str, list[tuple[float, list[float]]]] = {way: [] for way in ways}
+    need = -(-repeats // (TURN - SETTLE))
+    end = time.perf_counter() + patience
+
+    def quiet(way: str) -> int:
+        return sum(others <= QUIET for others, _ in turns[way])
+
+    while min(len(t) for t in turns.values()) < need or (min(map(quiet, turns)) < need and time.perf_counter() < end):
         for way, run in ways.items():
-            time.sleep(PAUSE)
-            for i in range(TURN):
-                start = time.perf_counter()
-                run(x)
-                if i >= SETTLE:
-                    seconds[way].append(time.perf_counter() - start)
-    return seconds
+            taken, others = _turn(run, x)
+            turns[way].append((others, taken))
+    best = {way: sorted(t, key=lambda turn: turn[0])[: max(need, quiet(way))] for way, t in turns.items()}
+    return {way: ([s for _, taken in t for s in taken], max(o for o, _ in t)) for way, t in best.items()}
