@@ -54,8 +54,8 @@ def main() -> None:
     path = PUBLISHED_FOLDER / f"{args.name}{SUFFIX}"
     path.parent.mkdir(exist_ok=True)
     save_weights(path, model, metadata, dtype=torch.float16)
-    size = path.stat().st_size
-    print(f"{path.name}: {size:,} bytes, {found.accuracy} % on the test set ({metadata['trained_accuracy']} % in training)")
+    trained = metadata["trained_accuracy"]
+    print(f"{path.name}: {path.stat().st_size:,} bytes, {found.accuracy} % on the test set ({trained} % in training)")
 
 
 if __name__ == "__main__":

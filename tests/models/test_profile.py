@@ -116,7 +116,9 @@ def test_the_copy_without_storage_measures_what_the_cpu_does(mode):
     assert measured <= getattr(profile(model, 16), f"peak_{mode}") <= 1.005 * measured
 
 
-@pytest.mark.parametrize(("s", "side", "batch"), [(8, 32, 1), (8, 32, 32), (16, 16, 1), (16, 16, 32), (32, 8, 1), (32, 8, 32), (16, 32, 1)])
+@pytest.mark.parametrize(
+    ("s", "side", "batch"), [(8, 32, 1), (8, 32, 32), (16, 16, 1), (16, 16, 32), (32, 8, 1), (32, 8, 32), (16, 32, 1)]
+)
 def test_streaming_halves_the_memory_of_a_module(s, side, batch):
     """d = 10, e = 4, input included."""
     module = Recurrent(s, 4 * s, 10 * s, 10).to("meta").eval()
