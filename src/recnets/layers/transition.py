@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from recnets.layers.crc import check_input
@@ -19,6 +20,8 @@ class TransitionBlock(nn.Module):
         self.c_in = positive_int(c_in, "c_in")
         self.c_out = positive_int(c_out, "c_out")
         self.conv = nn.Conv2d(c_in, c_out, kernel_size=1, bias=False)
+        # In the order of its use in streaming: the rows of each A_i, (s_out, c_out), one after another.
+        self.conv.weight = nn.Parameter(torch.empty(c_in, c_out).t()[:, :, None, None])
         self.norm = nn.BatchNorm2d(c_out)
         nn.init.kaiming_normal_(self.conv.weight, nonlinearity="relu")
 
