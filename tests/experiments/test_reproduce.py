@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -51,7 +52,9 @@ def midway(folder: Path) -> list[Path]:
 def test_a_table_survives_ctrl_c_and_sigkill_and_becomes_a_page(tmp_path, capsys):
     """From nothing, interrupted, killed without warning in the middle of a run, continued, then the tables."""
     ledger = Ledger(tmp_path / "results")
-    driver = subprocess.Popen(command(tmp_path), stdout=subprocess.PIPE, text=True)
+    # A shell's background job, as which tests may run, ignores Ctrl-C and hands that down.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    driver = subprocess.Popen(command(tmp_path), stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     first = wait_for(lambda: midway(tmp_path))[0]
     driver.send_signal(signal.SIGINT)
     out, _ = driver.communicate(timeout=120)

@@ -19,7 +19,12 @@ from recnets.training import RunOptions, load_recipe, train
 from recnets.training.distributed import Processes, choose_device
 
 # 1,437 images in batches of 100: the last has 37, which two processes share as 19 and 18.
-CHANGES = {"model": "RecNet(2, 2, 2, 2, 2)", "epochs": 3, "batch_size": 100, "lr": 0.1}
+CHANGES = {
+    "model": "RecNet(2, 2, 2, 2, 2)",
+    "epochs": 3,
+    "batch_size": 100,
+    "lr": 0.02,
+}  # gentle: rounding grows with the rate
 
 
 def run_two(*args: str) -> str:
