@@ -44,7 +44,7 @@ class Display:
             self.bar.start()
 
     def remaining(self, done: int) -> str:
-        """Time left by the speed of this session, evaluation included."""
+        """Time left by the speed since the start or resume, evaluation included."""
         if done <= self.start:
             return "?"
         pace = (time.monotonic() - self.began) / (done - self.start)
