@@ -128,7 +128,7 @@ class Loop:
             if position.step < steps and self._check_is_due():
                 stop = self._check(began, trained_before)
             if self._normalise is None and session.device.type != "mps":
-                self._normalise = normalise_seconds(self._prepare, batch.images)
+                self._normalise = normalise_seconds(self._prepare, batch.images, graph=step.graph)
         totals = self._read_meter()
         position.train_seconds += time.monotonic() - began
         position.images += self._images_of(trained_before, position.step)
@@ -235,7 +235,7 @@ class Loop:
         improved = False
         if position.epoch % session.options.eval_every == 0 or position.epoch == recipe.epochs or self._is_last():
             improved = self._evaluate(row)
-        row |= {"images_per_second": self._rate, "input_share": self._input_share()}
+        row |= {"images_per_second": self._rate, **self._input_shares()}
         self._add_time()
         row["seconds"] = position.seconds
         position.history.append(row)
@@ -272,13 +272,14 @@ class Loop:
         }
         return improved
 
-    def _input_share(self) -> float:
-        """Share of the input pipeline in the steps since the last call."""
+    def _input_shares(self) -> dict[str, float]:
+        """Shares of the steps since the last call: the whole input pipeline, and of it what is done between steps."""
         if self.session.device.type == "cuda":
             torch.cuda.synchronize(self.session.device)
         steps = len(self._watch._marks) / 3
         fetched, whole = self._watch.read()
-        return (fetched + steps * (self._normalise or 0.0)) / max(whole, 1e-9)
+        whole = max(whole, 1e-9)
+        return {"input_share": (fetched + steps * (self._normalise or 0.0)) / whole, "fetch_share": fetched / whole}
 
     def _save_weights(self, path: Path, row: dict[str, Any]) -> None:
         metadata = {**self.metadata, "epoch": row["epoch"]}

@@ -205,6 +205,7 @@ def _finish(loop: Loop, origin: dict[str, Any]) -> dict[str, Any]:
         "seconds": position.seconds,
         "images_per_second": position.images / max(position.train_seconds, 1e-9),
         "input_share": _typical([row["input_share"] for row in position.history]),
+        "fetch_share": _typical([row["fetch_share"] for row in position.history if "fetch_share" in row]),
         "parameters": sum(p.numel() for p in session.model.parameters()),
         "train_images": len(session.data.train),
         "test_images": len(session.data.test),

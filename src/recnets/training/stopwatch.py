@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Stopwatch:
@@ -38,14 +40,30 @@ class Stopwatch:
         return float(start.elapsed_time(end)) / 1000 if self.cuda else end - start
 
 
-def normalise_seconds(normalise: Any, images: torch.Tensor, repeats: int = 20) -> float:
-    """Time of one normalisation. It happens inside the step, recorded with it, but belongs to the input."""
+def normalise_seconds(
+    normalise: Callable[[Tensor], Tensor], images: Tensor, *, graph: bool = False, repeats: int = 20
+) -> float:
+    """Time of one normalisation. It happens inside the step, recorded with it, but belongs to the input.
+
+    With `graph` the repeats are replayed as a CUDA graph, as in a recorded step: launched one by one, kernels this
+    small would be timed by how fast Python launches them.
+    """
+
+    def work() -> None:
+        for _ in range(repeats):
+            normalise(images)
+
     watch = Stopwatch(images.device)
     normalise(images)
+    if graph:
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded):
+            work()
+        work = recorded.replay
+        work()  # the first replay uploads the graph
     watch.mark()
     watch.mark()
-    for _ in range(repeats):
-        normalise(images)
+    work()
     watch.mark()
     if watch.cuda:
         torch.cuda.synchronize(images.device)
