@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recnets.layers.crc import CRC, check_input
@@ -26,6 +27,8 @@ class Recurrent(nn.Module):
       without gradients nothing d·s_out wide is ever allocated. In half precision the running sum is kept in that
       precision.
     - "auto" (default): streams whenever no gradient is needed (unless backend="triton" is asked for).
+
+    Called with `pool=True` it gives the 2×2 maxima of its output.
     """
 
     def __init__(self, s_in: int, s_out: int, c_out: int, d: int, *, mode: str = "auto", **crc_options: Any) -> None:
@@ -34,12 +37,13 @@ class Recurrent(nn.Module):
         self.crc = CRC(s_in, s_out, d, **crc_options)
         self.transition = TransitionBlock(d * s_out, c_out, backend=self.crc.backend)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, pool: bool = False) -> Tensor:
         # An explicit backend="triton" never falls back, and the kernels give all hidden states.
         whole = self._needs_grad(x) or self.crc.backend == "triton"
         if self.mode == "concat" or (self.mode == "auto" and whole):
-            return self.transition(self.crc(x))
-        return self._stream(x)
+            return self.transition(self.crc(x), pool=pool)
+        out = self._stream(x)
+        return F.max_pool2d(out, 2) if pool else out
 
     def _needs_grad(self, x: Tensor) -> bool:
         return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))

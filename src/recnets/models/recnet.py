@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from recnets.errors import RecNetsError
 from recnets.layers import CRC, Recurrent
@@ -37,6 +38,20 @@ class Stem(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return dispatch.norm_relu(self.conv(x), norm_of(self.norm), backend=self.backend)
+
+
+def _halves(pool: nn.Module) -> bool:
+    """Is it `nn.MaxPool2d(2)`?"""
+    if type(pool) is not nn.MaxPool2d:
+        return False
+    settings = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.return_indices, pool.ceil_mode)
+    return settings == (2, 2, 0, 1, False, False)
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Does anyone look at what goes into or out of this module?"""
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(len(hooks) > 0 for hooks in own) or bool(_has_any_global_hook())
 
 
 def _sizes(values: Sequence[int], what: str) -> tuple[int, ...]:
@@ -176,9 +191,20 @@ class RecNet(nn.Module):
         """The last stage's map, (N, S_n·d_n, H/2^(n-1), W/2^(n-1))."""
         self._check(x)
         x = self.stem(x)
-        for i, stage in enumerate(self.stages):
-            x = stage(self.pool(x) if i else x)
-        return x
+        *before, last = self.stages
+        for stage in before:
+            x = self._pooled(stage, x)
+        return last(x)
+
+    def _pooled(self, stage: nn.Module, x: Tensor) -> Tensor:
+        """A stage, then pooling; in training its last module pools, which is faster, unless a hook would notice."""
+        if self.training and _halves(self.pool) and type(stage) is nn.Sequential and len(stage) == 2:
+            first, second = stage
+            if isinstance(second, Recurrent) and not any(
+                _hooked(module) for module in (stage, second, second.transition, self.pool)
+            ):
+                return second(first(x), pool=True)
+        return self.pool(stage(x))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Global average pooling, then the classifier unless `pre_logits`."""

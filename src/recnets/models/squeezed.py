@@ -84,8 +84,8 @@ class SqueezedTransition(TransitionBlock):
         self.register_buffer("columns", columns.nonzero().flatten(), persistent=False)
         self.expand = Expand(outputs)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.expand(super().forward(x.index_select(1, self.columns)))
+    def forward(self, x: Tensor, pool: bool = False) -> Tensor:
+        return self.expand(super().forward(x.index_select(1, self.columns), pool=pool))
 
 
 class SqueezedRecurrent(Recurrent):

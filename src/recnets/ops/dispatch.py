@@ -122,14 +122,17 @@ def crc(
     return h
 
 
-def norm_relu(y: Tensor, norm: Norm, *, backend: str = "auto") -> Tensor:
-    """ReLU(BN(y)) of a whole map, (N, C, H, W) -> the same; fused in training."""
+def norm_relu(y: Tensor, norm: Norm, *, backend: str = "auto", pool: bool = False) -> Tensor:
+    """ReLU(BN(y)) of a whole map, (N, C, H, W) -> the same, with `pool` its 2×2 maxima; fused in training."""
     able = norm.batch_statistics and backend != "torch" and cannot_run(y, norm, y.shape[1]) is None
+    able = able and not (pool and min(y.shape[2:]) < 2)  # which PyTorch refuses
     if not able or (INTERPRETED and backend != "triton"):
-        return plain.sigma(y, norm)
+        out = plain.sigma(y, norm)
+        return torch.nn.functional.max_pool2d(out, 2) if pool else out
     assert norm.weight is not None
     assert norm.bias is not None
-    out, sums = fused_norm.norm_relu_train(y, norm.weight, norm.bias, norm.eps)
+    operator = fused_norm.norm_relu_pool_train if pool else fused_norm.norm_relu_train
+    out, sums = operator(y, norm.weight, norm.bias, norm.eps)
     _update(sums, norm, y)
     return out
 
