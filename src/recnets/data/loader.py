@@ -77,6 +77,9 @@ class EpochLoader:
         self._labels = split.labels.to(self.device)
         self._share = len(range(rank, batch_size, world))  # of a full batch
         self._batches_a_block = max(1, BLOCK_IMAGES // self._share)
+        # Every epoch draws into the same memory and with one thread: the device waits meanwhile, and fresh pages and
+        # sleeping threads have been seen to make 3 ms of work take 50 on a virtual machine.
+        self._draws = torch.empty(4, self.total, dtype=torch.int64)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
         """The batches of `epoch` from `start_step` on: exactly those that an uninterrupted epoch would give."""
@@ -105,13 +108,15 @@ class EpochLoader:
         Drawn for all images whatever the rank and the options, so that no option moves another's draws.
         """
         generator = epoch_generator(self.seed, epoch)
-        order = torch.randperm(self.total, generator=generator)
-        window = torch.randint(0, 2 * self._pad + 1, (2, self.total), generator=generator)
-        mirrored = torch.randint(0, 2, (1, self.total), generator=generator)
-        position = torch.arange(self.total)
-        mine = position % self.batch_size % self.world == self.rank
-        plan = torch.cat([(order if self.shuffle else position)[None], window, mirrored])
-        return plan[:, mine].to(self.device)
+        draws = self._draws
+        torch.randperm(self.total, generator=generator, out=draws[0])
+        draws[1:3].random_(0, 2 * self._pad + 1, generator=generator)
+        draws[3].random_(0, 2, generator=generator)
+        if not self.shuffle:
+            torch.arange(self.total, out=draws[0])
+        if self.world > 1:
+            draws = draws[:, torch.arange(self.total) % self.batch_size % self.world == self.rank]
+        return draws.to(self.device, copy=True)
 
     def _block(self, plan: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Augmented images and labels of this rank's positions start … stop - 1."""
