@@ -150,7 +150,10 @@ def reproduce(request: Reproduce) -> int:
     found, ledger = chosen_places(request), Ledger(request.results)
     device = choose_device(request.device, Processes())
     steps = make_plan(found, ledger, request.work)
-    steps = with_times(steps, measured(ledger, request.work, steps, device_name(device)), device)
+    waiting = sum(step.state != "done" for step in steps)
+    paces = measured(ledger, request.work, steps, device_name(device))
+    # Estimates put runs in order and are shown in a listing; a single run tells its own pace soon enough.
+    steps = with_times(steps, paces, device if request.dry_run or waiting > 1 else None)
     if request.dry_run:
         print(listing(found, steps, device_name(device), request.jobs))
         return 0
