@@ -117,8 +117,9 @@ def test_decay_of_weights_only() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("bf16", [False, True])
-def test_graph_is_the_eager_step(stripes_data: DataSet, bf16: bool) -> None:
+def test_graph_is_the_eager_step(stripes_data: DataSet, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batch sizes, the average on: the recorded steps give the eager ones' weights."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # as training does where it says fp32
     device = torch.device("cuda")
     results = []
     for graph in (False, True):
