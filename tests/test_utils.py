@@ -1,11 +1,13 @@
 """The small helpers."""
 
+import importlib.metadata
 import os
 import stat
 import sys
 
 import pytest
 
+import recnets
 from recnets import utils
 from recnets.errors import RecNetsError
 from recnets.utils import atomic_write, choose, did_you_mean, git_commit, positive_int, require, versions
@@ -117,6 +119,16 @@ def test_require():
     assert require("json", extra="none") is sys.modules["json"]
     with pytest.raises(RecNetsError, match=r"needs the package 'no_such_package'.*pip install 'recnets\[fancy\]'"):
         require("no_such_package", extra="fancy")
+
+
+def test_versions_of_a_copy_that_is_not_installed(monkeypatch):
+    """A ledger entry needs the version on a machine where the package is only on the path, too."""
+
+    def unknown(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", unknown)
+    assert versions()["recnets"] == recnets.__version__
 
 
 def test_versions_and_commit():

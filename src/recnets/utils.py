@@ -129,8 +129,11 @@ def versions() -> dict[str, str]:
     """Versions that a result depends on."""
     from importlib.metadata import PackageNotFoundError, version
 
+    from recnets import __version__  # the code that runs, which need not be installed
+
     found = {"python": platform.python_version(), "platform": f"{sys.platform}-{platform.machine()}"}
-    for name in ("recnets", "torch", "triton", "numpy", "safetensors"):
+    found["recnets"] = __version__
+    for name in ("torch", "triton", "numpy", "safetensors"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
