@@ -1,77 +1,160 @@
-"""Time RecNets on a GPU, fused kernels against plain PyTorch: `python benchmarks/gpu.py [--no-compile]`.
+"""Time RecNets on a GPU, fused kernels against plain PyTorch.
+
+    python benchmarks/gpu.py                                         # all; compiling takes many minutes
+    python benchmarks/gpu.py --only training --batches 64            # one job with all its rivals
+    python benchmarks/gpu.py --only training --batches 64 --variants fused --profile
 
 Checks the kernels first and prints no time while a check fails. All ratios are of one run: same process, same GPU,
-bf16 autocast with fp32 statistics and accumulation, every step under a CUDA graph, the median of several rounds.
-Writes a CSV under benchmarks/results/ whose name carries the device and the versions.
+bf16 autocast with fp32 statistics and accumulation, every step under a CUDA graph, the median of several rounds. The
+CSV under benchmarks/results/, whose name carries what was run, the device and the versions, is written after every
+row; a variant that fails has its reason there, and the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import csv
+import gc
 import statistics
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recnets import create_model
-from recnets.ops import naive
-from recnets.ops.triton import op
-from recnets.utils import git_commit, versions
+from common import RESULTS, context, file_name, write_csv
+from modules import as_modules
+from recnets import CRC, create_model
+from recnets.ops import dispatch, naive
+from recnets.ops.norm import Norm
 
-MODEL = "recnet_60_1280"
+Row = dict[str, Any]
+BATCHES = {"training": [64, 256, 1024], "inference": [1024, 64, 1]}
+PROFILED = 64
+# batch, side, s_in, s_out, d
 SHAPES = [(3, 32, 8, 32, 10), (3, 16, 16, 64, 10), (3, 8, 32, 128, 10), (2, 8, 24, 96, 30), (1, 64, 4, 16, 3)]
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+FUSED, CONTROL, COMPILED = "fused", "grouped control", ", compiled"
+PLAIN = ("plain", "plain modules", f"plain{COMPILED}", f"plain modules{COMPILED}")
+VARIANTS = (FUSED, *PLAIN[:2], CONTROL, *PLAIN[2:], f"{CONTROL}{COMPILED}")
 
 
 def rms(error: Tensor, reference: Tensor) -> float:
     return float((error.double() - reference).square().mean().sqrt() / reference.square().mean().sqrt())
 
 
+def check_crc(shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    """The largest relative error of a layer's output and gradients against the naive loop in float64.
+
+    The naive loop is given the kernels' decisions of ReLU: next to zero they fall either way.
+    """
+    n, side, s_in, s_out, d = shape
+    layer = CRC(s_in, s_out, d).cuda()
+    assert layer.norm is not None
+    nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
+    nn.init.normal_(layer.norm.bias, std=0.2)
+    actual = [torch.randn(n, d * s_in, side, side, device="cuda", dtype=dtype).requires_grad_()]
+    actual += [layer.weight_x, layer.weight_h, layer.norm.weight, layer.norm.bias]
+    out = layer(actual[0])
+    exact = [t.detach().double().requires_grad_() for t in actual]
+    norm = (torch.zeros_like(exact[3]).detach(), torch.ones_like(exact[3]).detach(), exact[3], exact[4])
+    h = naive.crc(exact[0], exact[1], exact[2], None, norm, d=d, training=True, decisions=(out > 0).double())
+    return _errors(out, h, actual, exact)
+
+
+def check_norm(dtype: torch.dtype, pool: bool) -> float:
+    """The same for BN and ReLU of a map, with and without pooling."""
+    shapes = [(3, 80, 33, 32), (80,), (80,)]
+    actual = [torch.randn(s, device="cuda").to(dtype if len(s) > 1 else torch.float32).requires_grad_() for s in shapes]
+    out = dispatch.norm_relu(actual[0], Norm(None, None, actual[1], actual[2], True, 0.1, 1e-5), pool=pool)
+    exact = [t.detach().double().requires_grad_() for t in actual]
+    expected = torch.relu(F.batch_norm(exact[0], None, None, exact[1], exact[2], True))
+    return _errors(out, F.max_pool2d(expected, 2) if pool else expected, actual, exact)
+
+
+def _errors(out: Tensor, expected: Tensor, actual: list[Tensor], exact: list[Tensor]) -> float:
+    grad = torch.randn_like(expected).to(out.dtype)
+    out.backward(grad)
+    expected.backward(grad.double())
+    errors = [rms(out.detach(), expected.detach())]
+    for own, other in zip(actual, exact, strict=True):
+        assert own.grad is not None
+        assert other.grad is not None
+        errors.append(rms(own.grad, other.grad))
+    return max(errors)
+
+
 def check() -> bool:
-    """Forward and every gradient against the naive loop in float64, fp32 without tf32."""
+    """Forward and every gradient of what backend "auto" runs, in fp32 without tf32 and in bf16."""
+    torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = False
     good = True
-    for n, size, s_in, s_out, d in SHAPES:
-        generator = torch.Generator(device="cuda").manual_seed(0)
-        shapes = [(n, d * s_in, size, size), (s_out, s_in, 3, 3), (s_out, s_out, 3, 3), (d * s_out,), (d * s_out,)]
-        tensors = [torch.randn(shape, device="cuda", generator=generator) for shape in shapes]
-        tensors[1] /= (9 * s_in) ** 0.5
-        tensors[2] /= (9 * s_out) ** 0.5
-        fused = [t.clone().requires_grad_() for t in tensors]
-        out = op.crc_train(*fused, d, 1e-5)[0]
-        exact = [t.double().requires_grad_() for t in tensors]
-        running = (torch.zeros_like(exact[3]).detach(), torch.ones_like(exact[3]).detach())
-        norm = (*running, exact[3], exact[4])
-        h = naive.crc(*exact[:3], None, norm, d=d, training=True, decisions=(out > 0).double())
-        grad = torch.randn_like(h)
-        h.backward(grad)
-        out.backward(grad.float())
-        errors = [rms(out.detach(), h.detach())]
-        errors += [
-            rms(a.grad, e.grad) for a, e in zip(fused, exact, strict=True) if a.grad is not None and e.grad is not None
-        ]
-        print(
-            f"check {size}x{size} s_in {s_in} s_out {s_out} d {d}: largest relative error {max(errors):.1e}", flush=True
-        )
-        good &= max(errors) < 1e-5
+    for dtype, bound in BOUNDS.items():
+        checks = {f"{side}x{side} s_in {a} s_out {b} d {d}": (n, side, a, b, d) for n, side, a, b, d in SHAPES}
+        errors = {name: check_crc(shape, dtype) for name, shape in checks.items()}
+        errors |= {f"BN and ReLU{' and pooling' if pool else ''}": check_norm(dtype, pool) for pool in (False, True)}
+        for name, error in errors.items():
+            good &= error < bound
+            print(f"check {str(dtype).removeprefix('torch.')} {name}: largest relative error {error:.1e}", flush=True)
     torch.backends.cudnn.allow_tf32 = True
     return good
 
 
+def build(model: str, variant: str, training: bool) -> nn.Module:
+    """The network, the way that `variant` names."""
+    torch.manual_seed(0)
+    overrides = {"recurrent": False} if variant.startswith(CONTROL) else {}
+    network = create_model(model, num_classes=100, backend="auto" if variant == FUSED else "torch", **overrides)
+    if variant.startswith("plain modules"):
+        network = as_modules(network)
+    network = network.cuda().to(memory_format=torch.channels_last).train(training)  # type: ignore[call-overload]
+    if variant.endswith(COMPILED):
+        torch._dynamo.reset()  # else another batch size than before would be compiled for any size
+        return torch.compile(network, fullgraph=True, dynamic=False)  # type: ignore[return-value]
+    return network
+
+
+def training_step(model: nn.Module, batch: int) -> Callable[[], object]:
+    """Forward, loss, backward and SGD step on random pictures."""
+    images = torch.randn(batch, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(0, 100, (batch,), device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def inference(model: nn.Module, batch: int) -> Callable[[], object]:
+    images = torch.randn(batch, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+
+    def run() -> Tensor:
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+            return model(images)
+
+    return run
+
+
 def graphed(work: Callable[[], object]) -> Callable[[], None]:
-    """`work` captured as a CUDA graph, to be replayed."""
+    """`work` captured as a CUDA graph, to be replayed. Peak memory is then that of the captured call."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):
+        for _ in range(3):  # compiling and choosing among algorithms happen here
             work()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
@@ -95,97 +178,148 @@ def seconds(run: Callable[[], object], rounds: int = 7, target: float = 0.05) ->
     return statistics.median(timed(repeats) for _ in range(rounds))
 
 
-def training_step(model: nn.Module, batch: int) -> Callable[[], object]:
-    """Forward, loss, backward and SGD step on random pictures."""
-    images = torch.randn(batch, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
-    labels = torch.randint(0, 100, (batch,), device="cuda")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
-
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+def prepare(model: str, job: str, batch: int, variant: str) -> Callable[[], None]:
+    """One step or forward pass as a graph."""
+    network = build(model, variant, job == "training")
+    return graphed(training_step(network, batch) if job == "training" else inference(network, batch))
 
 
-def inference(model: nn.Module, batch: int) -> Callable[[], object]:
-    images = torch.randn(batch, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
-    model = copy.deepcopy(model).eval()
-
-    def run() -> Tensor:
-        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
-            return model(images)
-
-    return run
-
-
-def variants(compiled: bool) -> dict[str, Callable[[], nn.Module]]:
-    """How a network can be run, by name."""
-
-    def build(**overrides: object) -> nn.Module:
-        torch.manual_seed(0)
-        model = create_model(MODEL, num_classes=100, **overrides)
-        return model.cuda().to(memory_format=torch.channels_last)
-
-    found: dict[str, Callable[[], nn.Module]] = {
-        "fused": lambda: build(backend="auto"),
-        "plain": lambda: build(backend="torch"),
-        "grouped control, plain": lambda: build(backend="torch", recurrent=False),
+def measure(model: str, job: str, batch: int, variant: str) -> Row:
+    """Time and peak memory of one variant."""
+    gc.collect()  # graphs and networks of earlier variants
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    run = prepare(model, job, batch, variant)
+    memory = torch.cuda.max_memory_allocated() - before
+    time = seconds(run)
+    return {
+        "ms": round(time * 1e3, 4),
+        "images_per_second": round(batch / time),
+        "peak_mib": round(memory / 2**20),
     }
-    if compiled:
-        found["plain, compiled"] = lambda: torch.compile(build(backend="torch"))
-    return found
+
+
+def with_ratios(rows: Iterable[Row]) -> list[Row]:
+    """Each against the fastest plain version of the same job, and its memory against the least of a plain version."""
+    rows = [dict(row) for row in rows]
+    for row in rows:
+        rivals = [r for r in rows if (r["job"], r["batch"]) == (row["job"], row["batch"]) and r["variant"] in PLAIN]
+        rivals = [r for r in rivals if not r["error"]]
+        if rivals and not row["error"]:
+            row["times_best_plain"] = round(min(r["ms"] for r in rivals) / row["ms"], 2)
+            row["memory_of_least_plain"] = round(row["peak_mib"] / min(r["peak_mib"] for r in rivals), 2)
+    return rows
+
+
+COLUMNS = ("ms", "images_per_second", "peak_mib", "times_best_plain", "memory_of_least_plain", "error")
+
+
+def collect(
+    labels: Iterable[Mapping[str, Any]], measured: Callable[..., Row], write: Callable[[list[Row]], object]
+) -> list[Row]:
+    """A row for each of `labels`, printed and written as soon as it is there; a failure is a row with its reason."""
+    rows: list[Row] = []
+    for label in labels:
+        row: Row = {**label, **dict.fromkeys(COLUMNS, "")}
+        try:
+            row |= measured(**label)
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [""]
+            row["error"] = f"{type(error).__name__}: {reason[0][:200]}"
+        rows.append(row)
+        shown = with_ratios(rows)
+        print(", ".join(f"{key} {value}" for key, value in shown[-1].items() if value != ""), flush=True)
+        write(shown)
+    return with_ratios(rows)
+
+
+def profile(run: Callable[[], None], steps: int = 20) -> list[Row]:
+    """Time by kernel over replays of a graph, the largest first."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    run()
+    torch.cuda.synchronize()
+    with record(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(steps):
+            run()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in recorded.events():
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+            times[event.name].append(event.time_range.elapsed_us())
+    total = sum(map(sum, times.values()))
+    return [
+        {
+            "us_a_step": round(sum(each) / steps, 2),
+            "launches": round(len(each) / steps, 2),
+            "us_a_launch": round(sum(each) / len(each), 2),
+            "percent": round(100 * sum(each) / total, 1),
+            "kernel": name,
+        }
+        for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))
+    ]
+
+
+def show_profile(model: str, job: str, batch: int, out: Path, top: int = 25) -> None:
+    """Print and write where the time of the fused variant goes."""
+    run = prepare(model, job, batch, FUSED)
+    whole = seconds(run) * 1e6
+    rows = profile(run)
+    total = sum(row["us_a_step"] for row in rows)
+    note = (
+        f"{model}, {job}, batch {batch}: {whole:.0f} µs a step, kernels {total:.0f} µs "
+        "(more than the step where launches overlap)"
+    )
+    print(note)
+    for row in rows[:top]:
+        print("{us_a_step:9.1f} µs {percent:5.1f} % {launches:6.1f} x {us_a_launch:8.2f} µs  ".format(**row), end="")
+        print(str(row["kernel"])[:90])
+    path = out / (file_name("profile", model, job, str(batch), context("cuda")) + ".csv")
+    write_csv(path, rows, note)
+    print(path, flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="recnet_60_1280")
+    parser.add_argument("--only", choices=BATCHES, help="training or inference alone")
+    parser.add_argument("--batches", type=int, nargs="+", help="by default 64 256 1024, and for inference 1024 64 1")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="all by default")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes minutes")
+    parser.add_argument("--profile", action="store_true", help=f"also time by kernel, at batch {PROFILED}")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
+    return parser.parse_args()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes minutes)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[64, 256, 1024], help="batches of the training step")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the CSV")
-    args = parser.parse_args()
+    args = arguments()
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device", file=sys.stderr)
         return 2
     if not check():
         print("a check failed: no time is printed", file=sys.stderr)
         return 1
-    rows: list[dict[str, object]] = []
-    jobs = [("training", batch) for batch in args.batches] + [("inference", 1024), ("inference", 1)]
-    for job, batch in jobs:
-        for name, build in variants(not args.no_compile).items():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            model = build()
-            run = graphed(training_step(model, batch) if job == "training" else inference(model, batch))
-            time = seconds(run)
-            memory = torch.cuda.max_memory_allocated() / 2**20
-            rows.append(
-                {"model": MODEL, "job": job, "batch": batch, "variant": name, "ms": round(time * 1e3, 4),
-                 "images_per_second": round(batch / time), "peak_mib": round(memory)}
-            )  # fmt: skip
-            print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-            del model, run
-    for row in rows:  # each against the fastest plain version of the same job
-        plain = [
-            r for r in rows if (r["job"], r["batch"]) == (row["job"], row["batch"]) and "plain" in str(r["variant"])
-        ]
-        best = min(float(str(r["ms"])) for r in plain if "grouped" not in str(r["variant"]))
-        row["times_best_plain"] = round(best / float(str(row["ms"])), 2)
-    device = torch.cuda.get_device_name().replace(" ", "-").lower()
-    found = versions()
-    path = args.out / f"gpu-{device}-torch{found['torch']}-triton{found['triton']}.csv"
-    args.out.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        file.write(f"# {' '.join(sys.argv)}; commit {git_commit()}\n")
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
-    print(path.read_text())
-    return 0
+    torch.backends.cudnn.benchmark = True  # shapes are fixed
+    jobs = [args.only] if args.only else list(BATCHES)
+    variants = [v for v in args.variants if not (args.no_compile and v.endswith(COMPILED))]
+    labels = [
+        {"model": args.model, "job": job, "batch": batch, "variant": variant}
+        for job in jobs
+        for batch in args.batches or BATCHES[job]
+        for variant in variants
+    ]
+    words = [args.only or "", *map(str, args.batches or []), "" if len(variants) == len(VARIANTS) else "part"]
+    path = args.out / (file_name("gpu", args.model, *filter(None, words), context("cuda")) + ".csv")
+    rows = collect(labels, measure, lambda rows: write_csv(path, rows))
+    print(path)
+    status = int(any(row["error"] for row in rows))
+    if args.profile:
+        for job in jobs:
+            batches = args.batches or BATCHES[job]
+            show_profile(args.model, job, PROFILED if PROFILED in batches else batches[0], args.out)
+    return status
 
 
 if __name__ == "__main__":
