@@ -1,0 +1,124 @@
+"""The scripts for GPU machines, as far as they run without a GPU."""
+
+import copy
+import csv
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recnets import create_model
+from recnets.ops import dispatch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the benchmarks are in the repository only")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """`script("gpu")`: the module, imported as when it is run."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+def run(name: str, *arguments: object, hidden: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
+    """A script in a process of its own, in which the packages `hidden` cannot be imported."""
+    start = f"import runpy, sys; sys.modules.update(dict.fromkeys({hidden!r})); sys.path.insert(0, {str(FOLDER)!r}); "
+    start += f"sys.argv = sys.argv[1:]; runpy.run_path({str(FOLDER / name)!r}, run_name='__main__')"
+    return subprocess.run(
+        [sys.executable, "-c", start, name, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
+
+
+@pytest.mark.slow
+def test_curves_of_three_runs(tmp_path):
+    options = ("--data", "digits", "--epochs", 1, "--every", 5, "--device", "cpu", "--model", "RecNet(2, 2, 2, 1, 2)")
+    done = run("curves.py", *options, "--out", tmp_path, hidden=("tyro", "rich"))
+    assert done.returncode == 0, done.stderr
+    rows = read(next(tmp_path.glob("curves-*.csv")))
+    assert list(rows[0]) == ["step", "kernels", "plain", "plain, nudged"]
+    # On the CPU "auto" is plain: the same seed gives the same curve, a nudge another one.
+    assert all(row["kernels"] == row["plain"] for row in rows)
+    assert any(row["plain, nudged"] != row["plain"] for row in rows)
+    steps = [int(row["step"]) for row in rows]
+    assert steps == sorted(set(steps))
+    assert "largest difference 0, noise " in done.stdout
+    picture = next(tmp_path.glob("curves-*.svg")).read_text()
+    assert picture.count("<polyline") == 5
+    assert str(tmp_path) not in next(tmp_path.glob("curves-*.csv")).read_text()
+
+
+def test_curves_need_two_plain_runs():
+    done = run("curves.py", "--plain-runs", 1)
+    assert done.returncode == 2
+    assert "--plain-runs must be at least 2, got 1" in done.stderr
+
+
+def test_a_curve_that_is_no_number_is_infinitely_far(script):
+    curves = script("curves")
+    a, b = (curves.Run(name, losses, 0.0, 0.0) for name, losses in (("a", [1.0, 2.0]), ("b", [1.5, float("nan")])))
+    assert curves.largest(a, a) == 0
+    assert curves.largest(a, b) == float("inf")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dispatch.AVAILABLE or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_kernels_of_the_sanitizer_run():
+    done = run("sanitize.py", "--drive", "--device", "cpu", "--shapes", 1, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(\w+):", done.stdout, flags=re.MULTILINE) == ["ok"] * 4
+
+
+def test_a_missing_sanitizer_is_named():
+    done = run("sanitize.py", "--sanitizer", "/nowhere/compute-sanitizer")
+    assert done.returncode == 2
+    assert done.stderr.startswith("'/nowhere/compute-sanitizer' is no program here; name it with --sanitizer")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_timing_needs_a_gpu():
+    done = run("gpu.py", "--only", "training", hidden=("tyro", "rich"))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip() == "this benchmark needs a CUDA device"
+
+
+def test_a_variant_that_fails_leaves_a_row_and_the_others(script):
+    gpu = script("gpu")
+    times = {"fused": 2.0, "plain": 9.0, "plain, compiled": 7.0, "grouped control": 3.0}
+    written = []
+
+    def measured(job, batch, variant):
+        if variant not in times:
+            raise RuntimeError("CUDA out of memory\nand a page of advice")
+        return {"ms": times[variant], "images_per_second": 1, "peak_mib": 100 * times[variant]}
+
+    names = ("fused", "plain modules", "plain", "plain, compiled", "grouped control")
+    labels = [{"job": "training", "batch": 64, "variant": name} for name in names]
+    rows = gpu.collect(labels, measured, lambda rows: written.append([dict(row) for row in rows]))
+    assert [len(state) for state in written] == [1, 2, 3, 4, 5]
+    assert len({tuple(row) for row in rows}) == 1, "rows of one table have the same columns"
+    found = {row["variant"]: row for row in rows}
+    assert found["plain modules"]["error"] == "RuntimeError: CUDA out of memory"
+    assert found["plain modules"]["times_best_plain"] == ""
+    assert [found[name]["times_best_plain"] for name in times] == [3.5, 0.78, 1.0, 2.33]
+    assert found["fused"]["memory_of_least_plain"] == 0.29
+
+
+def test_the_network_of_plain_modules_is_the_same_function(script):
+    model = create_model("RecNet(2, 2, 3, 2, 1)", num_classes=5, backend="torch").train()
+    naive = script("modules").as_modules(copy.deepcopy(model))
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    assert not any(type(module).__name__ == "Recurrent" for module in naive.modules())
+    torch.testing.assert_close(naive.double()(x), model.double()(x))
