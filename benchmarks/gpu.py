@@ -298,6 +298,11 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device", file=sys.stderr)
         return 2
+    if not dispatch.AVAILABLE:
+        print(
+            "without the package 'triton' there are no kernels to time: pip install 'recnets[triton]'", file=sys.stderr
+        )
+        return 2
     if not check():
         print("a check failed: no time is printed", file=sys.stderr)
         return 1
