@@ -65,6 +65,30 @@ def test_the_text(ledger):
     assert len(widths - {0}) == 1  # every line of a table has the same number of cells
 
 
+def test_short_runs_fill_rows_only_when_asked_for_and_elsewhere(ledger, make_entry, tmp_path):
+    short = Protocol.of(None, {"epochs": 5, "restarts": [], "precision": "bf16"})
+    row = next(p.row for p in places(["2"], ["cifar100"], 1, short) if p.row.title == "RecNet-60-480")
+    ledger.add({**make_entry(short.run("2", row, "cifar100", 0), 54.5), "commit": "a" * 40 + "+"})
+    name = "recnet_60_480-cifar100-epochs_5-restarts_-s0"
+
+    assert main(["tables", "--results", str(ledger.folder), "--no-figures"]) == 0
+    text = (ledger.folder / "TABLES.md").read_text()
+    assert "other settings than the paper's:" not in text
+    assert f"[{name}](runs/{name}.json) | 54.50" in text.partition("## Runs by other settings")[2]
+    assert "54.5" not in text.partition("## Runs by other settings")[0]
+    assert "RecNet-60-480, seed 0, 5 epochs" in (ledger.folder / "report.html").read_text()
+
+    out = tmp_path / "elsewhere" / "short"
+    command = ["tables", "--results", str(ledger.folder), "--out", str(out), "--no-figures"]
+    assert main([*command, "--set", "epochs=5", "restarts=[]"]) == 0
+    text = (out / "TABLES.md").read_text()
+    assert "other settings than the paper's: epochs = 5, restarts = []." in text
+    link = re.search(r"\[54\.50\]\((.*?)\) \| -19\.18", text)[1]
+    assert (out / link).resolve() == ledger.runs / f"{name}.json"
+    assert "aaaaaaaaa+ |" in text
+    assert "epochs = 5, restarts = []" in (out / "report.html").read_text()
+
+
 def test_an_empty_ledger_still_shows_the_paper(tmp_path):
     assert main(["tables", "--results", str(tmp_path), "--no-figures"]) == 0
     assert "0 of 80 rows" in (tmp_path / "TABLES.md").read_text()

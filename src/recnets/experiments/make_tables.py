@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -24,14 +25,16 @@ FIGURES = {"parameters": "parameters", "macs": "multiply-adds", "latency": "CPU 
 
 @dataclass(frozen=True)
 class Tables:
-    """Write RESULTS/TABLES.md, the figures (SVG and PNG) and report.html from the ledger in RESULTS/runs.
+    """Write TABLES.md, the figures (SVG and PNG) and report.html from the ledger in RESULTS/runs.
 
     A row is filled by the runs of its network with the table's recipe, whatever their seed and precision; runs by
     other settings are listed apart. The figures need the extra "plots".
     """
 
     results: Path = Path("results")
-    """Folder of the ledger; everything is written into it."""
+    """Folder of the ledger."""
+    out: Path | None = None
+    """Folder that everything is written into; the ledger's by default."""
     recipe: str | None = None
     """Fill the rows with runs by this recipe or TOML file, instead of each table's own."""
     set: tuple[str, ...] = ()
@@ -45,13 +48,19 @@ class Tables:
 
     def run(self) -> int:
         ledger = Ledger(self.results)
-        results = collect(ledger, Protocol.of(self.recipe, parse_settings(self.set)))
-        self.results.mkdir(parents=True, exist_ok=True)
+        out = self.out or self.results
+        out.mkdir(parents=True, exist_ok=True)
+        protocol = Protocol.of(self.recipe, parse_settings(self.set))
+        results = collect(ledger, protocol, Path(os.path.relpath(ledger.runs, out)).as_posix())
         path = self.results / "latency.json"
-        times = latency.measure(path, shlex.join(sys.argv), self.threads) if self.latency else latency.read(path)
-        atomic_write(self.results / "TABLES.md", write_tables(results))
-        atomic_write(self.results / "report.html", write_report(results, times))
-        written = [self.results / "TABLES.md", self.results / "report.html"]
+        times = (
+            latency.measure(path, shlex.join(["recnet", *sys.argv[1:]]), self.threads)
+            if self.latency
+            else latency.read(path)
+        )
+        atomic_write(out / "TABLES.md", write_tables(results))
+        atomic_write(out / "report.html", write_report(results, times))
+        written = [out / "TABLES.md", out / "report.html"]
         if self.figures:
             for dataset in ("cifar100", "cifar10"):
                 found = points(results, times, dataset)
@@ -59,7 +68,8 @@ class Tables:
                     continue  # the paper's figure is of CIFAR-100
                 for axis in AXES:
                     title = f"Accuracy on {DATASETS[dataset]} against {FIGURES[axis.name]}"
-                    written += draw_figure(found, axis, self.results / f"{dataset}-{axis.name}", title)
+                    title += f" (ours: {protocol.label})" if protocol.label else ""
+                    written += draw_figure(found, axis, out / f"{dataset}-{axis.name}", title)
         for target in written:
             print(target)
         return 0

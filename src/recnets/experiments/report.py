@@ -14,7 +14,7 @@ from recnets.experiments.board import duration
 from recnets.experiments.paper import DATASETS, TABLES, Table
 from recnets.experiments.points import AXES, FAMILIES, points
 from recnets.experiments.results import Outcome, Results, differences
-from recnets.experiments.tables import NOTHING, READING, number, ours, shown_datasets
+from recnets.experiments.tables import NOTHING, READING, number, other_protocol, ours, short_commit, shown_datasets
 from recnets.models import list_models, model_info
 from recnets.training import load_recipe
 
@@ -42,7 +42,7 @@ def write_report(results: Results, latency: Mapping[str, Any] | None) -> str:
 def _data(results: Results, latency: Mapping[str, Any] | None) -> dict[str, Any]:
     runs = [
         {
-            "title": _run_title(entry),
+            "title": _run_title(entry) + (f", {len(entry['epochs'])} epochs" if entry in results.others else ""),
             "dataset": entry["dataset"],
             "colour": _colour(entry["model"]),
             "final": entry["final_accuracy"],
@@ -86,6 +86,8 @@ def _head(results: Results) -> str:
     cells = "".join(f'<div class="tile {c}"><b>{value}</b><span>{name}</span></div>' for name, value, c in tiles)
     reading = escape(READING).replace("*ours*", "<b>ours</b>").replace("*diff*", "<b>diff</b>")
     reading = reading.replace("*linear*", "<b>linear</b>").replace("*hidden*", "<b>hidden</b>")
+    other = other_protocol(results)
+    reading += f"<br><b>{escape(other)}</b>" if other else ""
     return (
         f'<header><h1>RecNets: the paper\'s tables</h1><p class="lead">{reading}</p><br>'
         f'<div class="tiles">{cells}</div></header>'
@@ -234,7 +236,7 @@ def _runs(results: Results) -> str:
             _cell(e["recipe"]["precision"], e["recipe"]["precision"], ""),
             _cell(escape(e["device"]), e["device"], ""),
             _cell(escape(e["finished"][:16]), e["finished"], ""),
-            _cell(escape((e["commit"] or NOTHING)[:9]), e["commit"], ""),
+            _cell(escape(short_commit(e)), e["commit"], ""),
         ]
         for e in entries
     ]

@@ -67,11 +67,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Results:
-    """All outcomes in the order of the tables, and the entries that fill no row by this protocol."""
+    """All outcomes in the order of the tables, and the entries that fill no row by this protocol.
+
+    `runs` is where the ledger's files are, seen from the folder that the tables are written to.
+    """
 
     protocol: Protocol
     outcomes: tuple[Outcome, ...]
     others: tuple[dict[str, Any], ...]
+    runs: str = "runs"
 
     def of(self, table: str, dataset: str | None = None) -> list[Outcome]:
         return [o for o in self.outcomes if o.place.table == table and dataset in (None, o.place.dataset)]
@@ -87,7 +91,7 @@ class Results:
         return [name for name, t in TABLES.items() if not t.extra or any(o.entries or o.failure for o in self.of(name))]
 
 
-def collect(ledger: Ledger, protocol: Protocol) -> Results:
+def collect(ledger: Ledger, protocol: Protocol, runs: str = "runs") -> Results:
     """Match the ledger's entries to rows: the same network, data set and settings, whatever seed and rounding."""
     entries, failed = list(ledger.entries().values()), list(ledger.failed().values())
     outcomes = []
@@ -100,7 +104,7 @@ def collect(ledger: Ledger, protocol: Protocol) -> Results:
         reason = broken[0]["reason"] if broken and not fitting else None
         outcomes.append(Outcome(place, tuple(sorted(fitting, key=lambda e: e["seed"])), reason))
     used = {e["name"] for outcome in outcomes for e in outcome.entries}
-    return Results(protocol, tuple(outcomes), tuple(e for e in entries if e["name"] not in used))
+    return Results(protocol, tuple(outcomes), tuple(e for e in entries if e["name"] not in used), runs)
 
 
 def _same_network(entry: Mapping[str, Any], place: Place) -> bool:

@@ -51,6 +51,12 @@ class Protocol:
     def of(cls, recipe: str | None, settings: Mapping[str, Any] | None = None) -> Protocol:
         return cls(recipe, tuple(sorted((settings or {}).items())))
 
+    @property
+    def label(self) -> str:
+        """ "epochs = 5, restarts = []": what makes runs by it other than the tables', "" where nothing does."""
+        recipe = [] if self.recipe is None else [f"recipe = {Path(self.recipe).stem}"]
+        return ", ".join([*recipe, *(f"{key} = {value}" for key, value in self.settings if key not in NUMERICS)])
+
     def run(self, table: str, row: Row, dataset: str, seed: int) -> Run:
         """The run that fills a row."""
         base = self.recipe or TABLES[table].recipe

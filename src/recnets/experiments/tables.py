@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recnets.experiments.board import duration
@@ -33,7 +33,14 @@ def _overview(results: Results) -> str:
     filled = [o for o in paper if o.entries]
     failed = [o for o in results.outcomes if o.failure]
     text = f"{len(filled)} of {len(paper)} rows (each table on each data set) are filled, by {len(results.used)} runs"
-    return text + (f"; {len(failed)} failed." if failed else ".")
+    text += f"; {len(failed)} failed." if failed else "."
+    return "\n\n".join(part for part in (other_protocol(results), text) if part)
+
+
+def other_protocol(results: Results) -> str:
+    """A sentence where the rows are filled by runs that are not meant to reach the paper's numbers."""
+    label = results.protocol.label
+    return f"The rows are filled by runs with other settings than the paper's: {label}." if label else ""
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -42,12 +49,12 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, line, *rows])
 
 
-def ours(outcome: Outcome, *, link: bool = False) -> str:
-    """ "77.79", "77.79 ± 0.12", "failed" or a dash."""
+def ours(outcome: Outcome, runs: str | None = None) -> str:
+    """ "77.79", "77.79 ± 0.12", "failed" or a dash; with the folder `runs`, linked to the first seed's file."""
     if outcome.mean is None:
         return "failed" if outcome.failure else NOTHING
     text = f"{outcome.mean:.2f}" + (f" ± {outcome.spread:.2f}" if outcome.spread is not None else "")
-    return f"[{text}](runs/{outcome.entries[0]['name']}.json)" if link else text
+    return text if runs is None else f"[{text}]({runs}/{outcome.entries[0]['name']}.json)"
 
 
 def number(value: float | None, pattern: str = "{:.2f}") -> str:
@@ -73,7 +80,7 @@ def _table(results: Results, table: Table) -> str:
         for outcome in (outcomes[i] for outcomes in by_set.values()):
             cells += [
                 number(outcome.paper),
-                ours(outcome, link=True),
+                ours(outcome, results.runs),
                 number(outcome.difference, "{:+.2f}"),
                 str(len(outcome.entries)) if outcome.entries else NOTHING,
             ]
@@ -105,17 +112,23 @@ def _settings(results: Results) -> str:
     return "\n".join(lines)
 
 
+def short_commit(entry: Mapping[str, Any]) -> str:
+    """ "aa26e28ed", and "aa26e28ed+" for a tree with changes on top of it."""
+    commit = entry["commit"] or NOTHING
+    return commit[:9] + ("+" if commit.endswith("+") else "")
+
+
 def _runs(results: Results) -> str:
     if not results.used:
         return ""
     header = ["Run", "accuracy", "top-5", "epochs", "time", "images/s", "mult-adds", "device", "commit"]
-    rows = [_run_cells(entry) for entry in results.used]
+    rows = [_run_cells(entry, results.runs) for entry in results.used]
     return "## The runs\n\n" + markdown(header, rows)
 
 
-def _run_cells(entry: dict[str, Any]) -> list[str]:
+def _run_cells(entry: dict[str, Any], runs: str) -> list[str]:
     return [
-        f"[{entry['name']}](runs/{entry['name']}.json)",
+        f"[{entry['name']}]({runs}/{entry['name']}.json)",
         f"{entry['final_accuracy']:.2f}",
         f"{entry['final_top5']:.2f}",
         str(len(entry["epochs"])),
@@ -123,7 +136,7 @@ def _run_cells(entry: dict[str, Any]) -> list[str]:
         f"{entry['images_per_second']:,.0f}",
         f"{entry['macs'] / 1e6:,.1f} M",
         entry["device"],
-        (entry["commit"] or NOTHING)[:9],
+        short_commit(entry),
     ]
 
 
@@ -133,7 +146,7 @@ def _others(results: Results) -> str:
         return ""
     base = load_recipe("paper").to_dict()
     rows = [
-        [*_run_cells(entry)[:2], "; ".join(f"`{c}`" for c in differences([entry], base)) or NOTHING]
+        [*_run_cells(entry, results.runs)[:2], "; ".join(f"`{c}`" for c in differences([entry], base)) or NOTHING]
         for entry in results.others
     ]
     return "## Runs by other settings\n\n" + markdown(["Run", "accuracy", "settings that differ"], rows)
