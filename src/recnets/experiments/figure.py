@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,18 @@ def _name_points(axes: Any, shown: Sequence[Point], axis: str) -> None:
         left, bottom = px + best[0], py + best[1]
         label.set_position(axes.transData.inverted().transform((left, bottom)))
         taken.append(Bbox.from_bounds(left, bottom, box.width, box.height))
+        _tie(axes, (px, py), taken[-1], scale, FAMILIES[point.family][1])
+
+
+def _tie(axes: Any, point: tuple[float, float], box: Any, scale: float, colour: str) -> None:
+    """A thin line from a point to a name that had to move away from it."""
+    near = [min(max(point[0], box.x0), box.x1), min(max(point[1], box.y0), box.y1)]
+    gap = math.dist(point, near)
+    if gap <= 6.5 * scale:
+        return
+    start = [p + (n - p) * 4.2 * scale / gap for p, n in zip(point, near, strict=True)]
+    ends = axes.transData.inverted().transform([start, near])
+    axes.plot(ends[:, 0], ends[:, 1], color=colour, linewidth=0.6, alpha=0.7, zorder=2)
 
 
 def _spots(width: float, height: float, scale: float) -> list[tuple[float, float]]:

@@ -172,12 +172,29 @@ function namePoints(groups, points, x, y) {
     taken.push(box);
     label.setAttribute("x", box[0]);
     label.setAttribute("y", box[3] - 2);
+    // A name that had to move away is tied to its point.
+    const nx = Math.min(Math.max(px, box[0]), box[2]), ny = Math.min(Math.max(py, box[1]), box[3]), gap = Math.hypot(nx - px, ny - py);
+    if (gap > 11)
+      el("line", { class: "leader", stroke: DATA.families[point.family][1], x1: px + ((nx - px) * 7.5) / gap, y1: py + ((ny - py) * 7.5) / gap, x2: nx, y2: ny }, groups[points.indexOf(point)]);
   }
 }
 
 // -- training curves --------------------------------------------------------------------------------------------
 
 const curves = { box: document.getElementById("curves"), value: "accuracy", dataset: null };
+
+// Each name beside the end of its line, moved down where another is in the way.
+function nameLines(svg, runs, series, x, y) {
+  const ends = series.map((points, i) => ({ run: runs[i], end: points.at(-1) })).filter(({ end }) => end);
+  const taken = [];
+  for (const { run, end: [e, v] } of ends.sort((a, b) => b.end[1] - a.end[1])) {
+    const left = x(e) + 8;
+    let at = y(v) + 4;
+    for (const [x1, y1] of taken) if (Math.abs(x1 - left) < 190 && Math.abs(y1 - at) < 14) at = y1 + 14;
+    taken.push([left, at]);
+    el("text", { class: "name", x: left, y: at, style: `fill:${run.colour}` }, svg, run.title);
+  }
+}
 
 function drawCurves() {
   const runs = DATA.runs.filter((run) => run.dataset === curves.dataset);
@@ -187,11 +204,13 @@ function drawCurves() {
   if (!all.length) { curves.box.textContent = "No run yet."; return; }
   const last = Math.max(...all.map((p) => p[0]), 2), ys = all.map((p) => p[1]);
   const y0 = curves.value === "loss" ? 0 : Math.floor(Math.min(...ys)), y1 = Math.max(...ys) * 1.02;
-  const x = (v) => L + ((v - 1) / (last - 1)) * (W - L - R), y = (v) => H - B - ((v - y0) / (y1 - y0)) * (H - T - B);
-  axes(svg, x, y, niceTicks(1, last, 10), niceTicks(y0, y1, 7), "epoch", curves.value === "loss" ? "training loss" : "test accuracy (%)");
+  const room = runs.length <= 12 ? 190 : 0; // beside the lines, for their names; of more runs, names on hover only
+  const x = (v) => L + ((v - 1) / (last - 1)) * (W - L - R - room), y = (v) => H - B - ((v - y0) / (y1 - y0)) * (H - T - B);
+  axes(svg, x, y, niceTicks(1, last, 10).filter(Number.isInteger), niceTicks(y0, y1, 7), "epoch", curves.value === "loss" ? "training loss" : "test accuracy (%)");
   const lines = series.map((points, i) => el("polyline", {
     class: "run", stroke: runs[i].colour, points: points.map(([e, v]) => `${x(e).toFixed(1)},${y(v).toFixed(1)}`).join(" "),
   }, svg));
+  if (room) nameLines(svg, runs, series, x, y);
   const clear = () => { lines.forEach((l) => l.classList.remove("on", "dim")); chart.tip.style.opacity = 0; };
   svg.addEventListener("pointerleave", clear);
   svg.addEventListener("pointermove", (event) => {
