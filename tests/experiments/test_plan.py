@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from recnets.experiments import local, plan
 from recnets.experiments.ledger import Ledger
 from recnets.experiments.paper import PAPER_TABLES
 from recnets.experiments.plan import make_plan, measured, ordered, with_times
@@ -50,6 +51,17 @@ def test_times_are_measured_or_scaled(tmp_path, make_entry):
     assert timed["recnet_60_480-cifar100-s1"].basis == "scaled from recnet_60_640"  # the other device does not count
 
 
+def test_of_several_measurements_the_fastest_counts(tmp_path, make_entry):
+    """The others were short, with their start in the time, or shared the device."""
+    found = places(["2"], ["cifar100"], 3, PAPER)
+    ledger, runs = Ledger(tmp_path), {run.name: run for place in found for run in place.runs}
+    ledger.add(make_entry(runs["recnet_60_480-cifar100-s0"], 70.0, seconds=8.0))
+    ledger.add(make_entry(runs["recnet_60_480-cifar100-s1"], 70.0, seconds=2.0))
+    steps = make_plan(found, ledger, tmp_path / "work")
+    timed = {s.run.name: s for s in with_times(steps, measured(ledger, tmp_path, steps, "a device"))}
+    assert timed["recnet_60_480-cifar100-s2"].seconds == pytest.approx(200 * 2.0)
+
+
 def test_most_rows_early(tmp_path, make_entry):
     found = places(["1a", "1b", "1c", "1d", "2"], ["cifar100"], 2, PAPER)
     ledger = Ledger(tmp_path)
@@ -80,6 +92,18 @@ def test_without_any_measurement_a_step_is_timed(tmp_path):
     found = places(["demo"], None, 1, PAPER)
     steps = with_times(make_plan(found, Ledger(tmp_path), tmp_path), [], torch.device("cpu"))
     assert all(0 < step.seconds < 3600 for step in steps)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_single_run_starts_without_being_timed(tmp_path, monkeypatch, rows):
+    timed, started = [], []
+    monkeypatch.setattr(plan, "time_a_step", lambda *args: timed.append(args) or plan._pace("digits", "x", {}, 1, 1.0))
+    monkeypatch.setattr(local, "run_jobs", lambda jobs, *args: started.extend(jobs))
+    only = ("*kernel_h*", "*kernel_x*")[:rows]
+    request = Reproduce(table=("demo",), only=only, results=tmp_path, work=tmp_path / "work", device="cpu")
+    assert request.run() == 0
+    assert len(started) == rows
+    assert bool(timed) == (rows > 1)
 
 
 def test_only_chooses_runs():

@@ -132,8 +132,10 @@ def _timed(step: Step, paces: Sequence[Pace]) -> Step:
     run, left = step.run, step.run.recipe.epochs - step.epochs_done
     own = _pace(run.dataset, run.model, run.overrides, step.cost.macs, 0.0)
 
-    def distance(pace: Pace) -> tuple[bool, bool, float]:
-        return pace.network != own.network, pace.family != own.family, abs(math.log(pace.macs / own.macs))
+    def distance(pace: Pace) -> tuple[bool, bool, float, float]:
+        # Of several, the fastest: the others were short, or shared the device.
+        size = abs(math.log(pace.macs / own.macs))
+        return pace.network != own.network, pace.family != own.family, size, pace.seconds
 
     best = min(paces, key=distance)
     scale = (own.macs / best.macs) * TRAIN_IMAGES[own.dataset] / TRAIN_IMAGES[best.dataset]
