@@ -129,10 +129,8 @@ def versions() -> dict[str, str]:
     """Versions that a result depends on."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from recnets import __version__  # the code that runs, which need not be installed
-
     found = {"python": platform.python_version(), "platform": f"{sys.platform}-{platform.machine()}"}
-    found["recnets"] = __version__
+    found["recnets"] = sys.modules["recnets"].__version__  # of the code that runs, which need not be installed
     for name in ("torch", "triton", "numpy", "safetensors"):
         try:
             found[name] = version(name)
