@@ -25,9 +25,10 @@ def norm_of(module: nn.BatchNorm1d | nn.BatchNorm2d, calls: int = 1) -> Norm:
                     f"that is shared by {calls} steps of one pass; give it a momentum"
                 )
             momentum = 1.0 / float(module.num_batches_tracked)
-    synchronised = isinstance(module, SyncBatchNorm1d | SyncBatchNorm2d | nn.SyncBatchNorm)
-    sync = synchronised and module.training and dist.is_available() and dist.is_initialized()
-    group = (getattr(module, "process_group", None) or dist.group.WORLD) if sync else None
+    group = None
+    synchronised = module.training and isinstance(module, SyncBatchNorm1d | SyncBatchNorm2d | nn.SyncBatchNorm)
+    if synchronised and dist.is_available() and dist.is_initialized():
+        group = getattr(module, "process_group", None) or dist.group.WORLD
     return Norm(
         mean=module.running_mean,
         var=module.running_var,

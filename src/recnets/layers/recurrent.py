@@ -62,7 +62,7 @@ class Recurrent(nn.Module):
             overwrite=in_place and not torch.compiler.is_compiling(),  # a compiler plans its buffers itself
         )
         for h, matrix in zip(hidden, matrices, strict=True):
-            pixels = h.permute(0, 2, 3, 1).flatten(0, 2)  # a view: h is in channels-last order
+            pixels = h.permute(0, 2, 3, 1).reshape(-1, crc.s_out)  # a view: h is in channels-last order
             a_i = matrix if matrix.dtype == h.dtype else matrix.to(h.dtype)
             if total is None:
                 total = pixels @ a_i
@@ -72,9 +72,9 @@ class Recurrent(nn.Module):
                 total = torch.addmm(total, pixels, a_i)
             del h, pixels  # the next step need not keep them
         assert total is not None
+        folded = in_place and not norm.batch_statistics
+        if folded:  # scaling the sum costs one pass, scaling the A_i would copy them all
+            scale, shift = norm.affine()
+            torch.addcmul(shift, total, scale, out=total).relu_()
         y = total.unflatten(0, (x.shape[0], x.shape[2], x.shape[3])).permute(0, 3, 1, 2)
-        if norm.batch_statistics or not in_place:
-            return norm.apply(y).relu_()
-        # Scaling the sum costs one pass; scaling the A_i would copy them all.
-        scale, shift = norm.affine()
-        return y.mul_(scale[:, None, None]).add_(shift[:, None, None]).relu_()
+        return y if folded else norm.apply(y).relu_()

@@ -7,7 +7,6 @@ Both evaluate a step's BN as part of its convolution when no batch statistics ar
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from recnets.ops.norm import Norm
 
-JOINT_PIXELS = 3
+JOINT_PIXELS = 1
 """In inference [x_i, h_{i-1}] are convolved as one from this many pixels for each of k·k·s_out on."""
 
 
@@ -163,36 +162,33 @@ def steps(
 
 
 def _steps_overwritten(x: Tensor, weight_x: Tensor, weight_h: Tensor, norm: Norm, r: Recurrence) -> Iterator[Tensor]:
-    """`steps` in evaluation, every state written over the last, BN a multiply and an add.
+    """`steps` in evaluation, every state written over the last: h_i = relu(s_i·([x_i, h_{i-1}] ⊛ [W_x, W_h]) + t_i).
 
     One convolution of [x_i, h_{i-1}] needs [W_x, W_h] side by side. On small maps that copy of the weights would be
     the largest tensor of all, so there the two are convolved apart.
     """
     n, _, height, width = x.shape
     s_out, s_in, k, _ = weight_x.shape
-    segments = x.split(s_in, dim=1)
-    affines = step_affines(norm, r, s_out)
-    z = conv(segments[0], weight_x, None, r.padding_mode).contiguous(memory_format=torch.channels_last)
-    if n * height * width < JOINT_PIXELS * s_out * k * k:
-        for i, (scale, shift) in enumerate(affines):
-            if i > 0:
-                h, z = z, conv(z, weight_h, None, r.padding_mode)
-                del h  # freed before the part of x is made
-                z += conv(segments[i], weight_x, None, r.padding_mode)
+    joint = n * height * width >= JOINT_PIXELS * s_out * k * k
+    x_0, *segments = x.split(s_in, dim=1)
+    (scale, shift), *affines = step_affines(norm, r, s_out)
+    z = conv(x_0, weight_x, None, r.padding_mode).contiguous(memory_format=torch.channels_last)
+    if not joint:
+        yield torch.addcmul(shift, z, scale, out=z).relu_()
+        for x_i, (scale, shift) in zip(segments, affines, strict=True):
+            h, z = z, conv(z, weight_h, None, r.padding_mode)
+            del h  # freed before the part of x is made
+            z += conv(x_i, weight_x, None, r.padding_mode)
             yield torch.addcmul(shift, z, scale, out=z).relu_()
         return
-
     # In the type of z, which autocast may have chosen.
-    empty = functools.partial(torch.empty, dtype=z.dtype, device=z.device, memory_format=torch.channels_last)
-    weight_xh = empty(s_out, s_in + s_out, k, k)
-    weight_xh[:, :s_in] = weight_x
-    weight_xh[:, s_in:] = weight_h
-    xh = empty(n, s_in + s_out, height, width)
-    h = xh[:, s_in:]
-    for i, (scale, shift) in enumerate(affines):
-        if i > 0:
-            xh[:, :s_in] = segments[i]
-            z = conv(xh, weight_xh, None, r.padding_mode)
-        torch.addcmul(shift, z, scale, out=h).relu_()
-        del z  # it would stay alive while the state is used
+    weight_xh = torch.cat([weight_x, weight_h], dim=1).to(z.dtype)
+    xh = z.new_empty(n, height, width, s_in + s_out).permute(0, 3, 1, 2)
+    place, h = xh.split([s_in, s_out], dim=1)
+    torch.addcmul(shift, z, scale, out=h).relu_()
+    del z  # it would stay alive while the state is used
+    yield h
+    for x_i, (scale, shift) in zip(segments, affines, strict=True):
+        place.copy_(x_i)
+        torch.addcmul(shift, conv(xh, weight_xh, None, r.padding_mode), scale, out=h).relu_()
         yield h
