@@ -73,7 +73,7 @@ def activate_rows(
         ok = ((q >= 0) & (q < stop) & (q < M))[:, None] & (c < SO)[None, :]
         at = q[:, None] * (D * SO) + i * SO + c[None, :]
         value = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
-        value = tl.maximum(value * scale[None, :] + shift[None, :], 0.0)
+        value = tl.maximum(value * scale[None, :] + shift[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(h + at, value.to(h.dtype.element_ty), mask=ok)
 
 

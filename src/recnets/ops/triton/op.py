@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from recnets.ops.cuda import crc as cuda_crc
 from recnets.ops.triton import backward as bwd
 from recnets.ops.triton import forward as fwd
 from recnets.ops.triton.tiles import grad_parts, grad_tiles, power, step_tiles
@@ -140,8 +141,18 @@ def crc_train(
 
     x (N, d·s_in, H, W) -> h and z (N, d·s_out, H, W) in channels-last order and sums (2, d, s_out): Σz and Σz².
     """
-    h, z, sums = _forward(x, weight_x, weight_h, gamma, beta, None, d, eps)
+    rows = rows_of(x)
+    layer = cuda_crc.layer_of(rows, weight_x, weight_h, d)
+    if _by_cuda(rows, layer):
+        h, z, sums = cuda_crc.forward(rows, weight_x, weight_h, gamma, beta, layer, eps)
+    else:
+        h, z, sums = _forward(x, weight_x, weight_h, gamma, beta, None, d, eps)
     return map_of(h), map_of(z), sums
+
+
+def _by_cuda(rows: Tensor, layer: cuda_crc.Layer) -> bool:
+    """Do the CUDA kernels run? They add statistics in any order, so not where determinism is asked for."""
+    return not torch.are_deterministic_algorithms_enabled() and cuda_crc.supports(rows, layer)
 
 
 @torch.library.custom_op("recnets::crc_eval", mutates_args=())
@@ -195,6 +206,10 @@ def crc_train_backward(
     rows, dh, h, z = rows_of(x), rows_of(dh), rows_of(h), rows_of(z)
     n, height, width, _ = rows.shape
     _, d, s_out = sums.shape
+    layer = cuda_crc.layer_of(rows, weight_x, weight_h, d)
+    if _by_cuda(rows, layer):
+        dx, dwx, dwh, total = cuda_crc.backward(dh, rows, h, z, sums, weight_x, weight_h, gamma, beta, layer, eps)
+        return map_of(dx), dwx, dwh, total
     s_in, kernel_x, kernel_h = weight_x.shape[1], weight_x.shape[-1], weight_h.shape[-1]
     pixels = n * height * width
     wx, wh = _pack(weight_x, x.dtype), _pack(weight_h, x.dtype)

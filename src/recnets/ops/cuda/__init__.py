@@ -1,0 +1,1 @@
+"""CUDA C++ kernels for training in half precision, compiled at run time."""

@@ -1,0 +1,233 @@
+"""A CRC layer in training by the CUDA kernels of this folder: half precision, fp32 statistics and accumulation.
+
+Maps are rows (N, H, W, C), C = d · s. What `supports` refuses runs by the Triton kernels, which compute the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from recnets.ops.cuda import nvrtc, plan
+from recnets.ops.cuda.plan import Layer, cdiv
+
+COPIES = 4  # of the sums, see common.cuh
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@cache
+def _capable(index: int) -> bool:
+    """Tensor cores with bfloat16 and asynchronous copies, enough shared memory, and NVRTC."""
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None or properties.major < 9:
+        return False
+    try:
+        nvrtc.compile_source("", f"sm_{properties.major}{properties.minor}", [])
+    except (OSError, RuntimeError):
+        return False
+    return bool(getattr(properties, "shared_memory_per_block_optin", 0) >= plan.SHARED)
+
+
+def layer_of(rows: Tensor, weight_x: Tensor, weight_h: Tensor, d: int) -> Layer:
+    n, h, w, _ = rows.shape
+    return Layer(n, h, w, d, weight_x.shape[1], weight_x.shape[0], weight_x.shape[-1], weight_h.shape[-1])
+
+
+def supports(x: Tensor, layer: Layer) -> bool:
+    """Is there a plan for every kernel of this layer on this device?"""
+    if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16) or not _capable(x.get_device()):
+        return False
+    count = _multiprocessors(x.get_device())
+    return (
+        plan.step("forward", layer, count) is not None
+        and plan.step("backward", layer, count) is not None
+        and plan.input_grad(layer, count) is not None
+        and plan.weight_grad(layer, layer.si, layer.kx, False) is not None
+        and plan.weight_grad(layer, layer.so, layer.kh, False) is not None
+    )
+
+
+def _source(name: str, x: Tensor, defines: dict[str, int]) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+    """(files, constants) of a kernel for x's dtype."""
+    shared_code = {"pack": ("half.cuh",), "add_parts": ()}.get(name, ("half.cuh", "common.cuh"))
+    return (*shared_code, f"{name}.cu"), tuple(sorted({**defines, "FP16": int(x.dtype == torch.float16)}.items()))
+
+
+def _kernel(name: str, x: Tensor, defines: dict[str, int], shared: int) -> nvrtc.Kernel:
+    files, constants = _source(name, x, defines)
+    return nvrtc.kernel(files, name, constants, shared, x.get_device())
+
+
+@cache
+def _prepare(layer: Layer, dtype: torch.dtype, index: int) -> None:
+    """Start compiling what the backward pass will need, while the forward pass is compiled and runs."""
+    like = torch.empty(0, dtype=dtype, device=torch.device("cuda", index))
+    backward = plan.step("backward", layer, _multiprocessors(index))
+    grad = plan.weight_grad(layer, layer.so, layer.kh, True)
+    if backward is not None:
+        nvrtc.binary(*_source("backward", like, backward.defines(layer)), index)
+    if grad is not None:
+        nvrtc.binary(*_source("weight_grad", like, grad.defines(layer, layer.so, layer.kh, 1)), index)
+
+
+class _Job(ctypes.Structure):
+    """`Job` of pack.cu."""
+
+    _fields_ = (
+        ("w", ctypes.c_void_p), ("out", ctypes.c_void_p),
+        ("stride_co", ctypes.c_long), ("stride_ci", ctypes.c_long), ("stride_tap", ctypes.c_long),
+        ("total", ctypes.c_int), ("channels", ctypes.c_int), ("outputs", ctypes.c_int), ("taps", ctypes.c_int),
+        ("nb", ctypes.c_int), ("transposed", ctypes.c_int),
+    )  # fmt: skip
+
+
+def pack(weights: tuple[Tensor, Tensor], blocks: tuple[int, int], like: Tensor, *, transposed: bool) -> list[Tensor]:
+    """Two kernels (c_out, c_in, k, k) in the order of pack.cu, `blocks` outputs together.
+
+    `transposed` gives those of the gradient's convolution.
+    """
+    jobs, packed, kept = [], [], []
+    for weight, nb in zip(weights, blocks, strict=True):
+        c_out, c_in, k, _ = weight.shape
+        channels, outputs = (c_out, c_in) if transposed else (c_in, c_out)
+        size = plan.packed_bytes(channels, k, plan.round_up(outputs, nb)) // 2
+        packed.append(torch.empty(size, dtype=like.dtype, device=like.device))
+        kept.append(weight.detach().float())
+        strides = (kept[-1].stride(0), kept[-1].stride(1), kept[-1].stride(3))
+        pointers = (kept[-1].data_ptr(), packed[-1].data_ptr())
+        jobs.append(_Job(*pointers, *strides, size, channels, outputs, k * k, nb, int(transposed)))
+    kernel = _kernel("pack", like, {"THREADS": 256}, 0)
+    kernel((cdiv(max(job.total for job in jobs), 256), 2, 1), *jobs)
+    return packed
+
+
+class _Parts(ctypes.Structure):
+    """`Job` of add_parts.cu."""
+
+    _fields_ = (
+        ("parts", ctypes.c_void_p), ("out", ctypes.c_void_p),
+        ("stride_co", ctypes.c_long), ("stride_ci", ctypes.c_long), ("stride_tap", ctypes.c_long),
+        ("count", ctypes.c_int), ("taps", ctypes.c_int), ("channels", ctypes.c_int), ("outputs", ctypes.c_int),
+    )  # fmt: skip
+
+
+def add_parts(parts: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Gradients like the two weights, from their parts (count, taps, channels, s_out)."""
+    grads = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
+    jobs = [
+        _Parts(part.data_ptr(), grad.data_ptr(), grad.stride(0), grad.stride(1), grad.stride(3), *part.shape)
+        for part, grad in zip(parts, grads, strict=True)
+    ]
+    kernel = _kernel("add_parts", parts[0], {"THREADS": 256}, 0)
+    kernel((cdiv(max(grad.numel() for grad in grads), 32), 2, 1), *jobs)
+    return [grad.to(weight.dtype) for grad, weight in zip(grads, weights, strict=True)]
+
+
+class Sums:
+    """Two sums a step and channel, in copies; a counter a step for the blocks' wait; and the sums' totals."""
+
+    def __init__(self, layer: Layer, device: torch.device) -> None:
+        size = COPIES * 2 * layer.d * layer.so
+        zeros = torch.zeros(size + layer.d, dtype=torch.float32, device=device)
+        self.copies, self.counters = zeros[:size], zeros[size:]  # counters are integers, whose zero is the same
+        self.total = torch.empty(2, layer.d, layer.so, dtype=torch.float32, device=device)
+
+
+def _grid(kernel: nvrtc.Kernel, chosen: plan.Plan, layer: Layer, device: int) -> tuple[int, int, int]:
+    """Blocks of a cooperative launch: one for every tile and split, no more than the device holds at once."""
+    splits = layer.so // chosen.nb
+    most = kernel.resident() * _multiprocessors(device) // splits
+    if chosen.single and chosen.tile.count(layer) > most:
+        raise RuntimeError(f"{kernel.name} needs {chosen.tile.count(layer) * splits} blocks at once for {layer}")
+    return min(chosen.tile.count(layer), most) * splits, 1, 1
+
+
+def forward(
+    x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, layer: Layer, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(h, z, sums): rows of hidden states and of pre-activations, and Σz and Σz² as (2, d, s_out)."""
+    device = x.get_device()
+    chosen = plan.step("forward", layer, _multiprocessors(device))
+    assert chosen is not None
+    _prepare(layer, x.dtype, device)
+    kernel = _kernel("forward", x, chosen.defines(layer), chosen.shared)
+    z = torch.empty(layer.n, layer.h, layer.w, layer.d * layer.so, dtype=x.dtype, device=x.device)
+    h = torch.empty_like(z)
+    sums = Sums(layer, x.device)
+    packed = pack((weight_x, weight_h), (chosen.nb, chosen.nb), x, transposed=False)
+    kernel(
+        _grid(kernel, chosen, layer, device), x, *packed, gamma.float().contiguous(), beta.float().contiguous(), z, h,
+        sums.copies, sums.counters, sums.total, layer.n, float(eps), cooperative=True,
+    )  # fmt: skip
+    return h, z, sums.total
+
+
+def backward(
+    dh: Tensor, x: Tensor, h: Tensor, z: Tensor, sums: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor,
+    beta: Tensor, layer: Layer, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dW_x, dW_h, the sums (2, d, s_out) that are the gradients of β and γ)."""
+    device, count = x.get_device(), _multiprocessors(x.get_device())
+    chosen = plan.step("backward", layer, count)
+    assert chosen is not None
+    kernel = _kernel("backward", x, chosen.defines(layer), chosen.shared)
+    grad_sums = Sums(layer, x.device)
+    masked = torch.empty(2, layer.n * layer.h * layer.w, layer.so, dtype=x.dtype, device=x.device)
+    dz = torch.empty_like(z)
+    dx = torch.empty_like(x)
+    narrow = plan.input_grad(layer, count)
+    assert narrow is not None
+    packed_x, packed_h = pack((weight_x, weight_h), (chosen.dx or narrow.nb, chosen.nb), x, transposed=True)
+    kernel(
+        _grid(kernel, chosen, layer, device), dh, packed_h, packed_x, gamma.float().contiguous(),
+        beta.float().contiguous(), z, sums, masked, dz, dx, grad_sums.copies, grad_sums.counters, grad_sums.total,
+        layer.n, float(eps), cooperative=True,
+    )  # fmt: skip
+    if not chosen.dx:
+        kernel = _kernel("input_grad", x, narrow.defines(layer), narrow.shared)
+        blocks = min(narrow.tile.count(layer) * layer.d, kernel.resident() * count)
+        kernel((blocks, 1, 1), dz, packed_x, dx, layer.n)
+    dwx, dwh = add_parts(weight_grads(x, h, dz, layer), (weight_x, weight_h))
+    return dx, dwx, dwh, grad_sums.total
+
+
+def weight_grads(x: Tensor, h: Tensor, dz: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+    """Parts (parts, taps, channels, s_out) of the gradients of W_x and of W_h."""
+    along = plan.weight_grad(layer, layer.so, layer.kh, True)
+    if along is None or layer.d == 1:
+        alone = (plan.weight_grad(layer, s, k, False) for s, k in ((layer.si, layer.kx), (layer.so, layer.kh)))
+        of_x, of_h = alone
+        assert of_x is not None
+        assert of_h is not None
+        return (
+            _weight_grad(x, None, dz, layer, of_x, layer.si, layer.kx, lag=0)[0],
+            _weight_grad(h, None, dz, layer, of_h, layer.so, layer.kh, lag=1)[0],
+        )
+    dwh, dwx = _weight_grad(h, x, dz, layer, along, layer.so, layer.kh, lag=1)
+    assert dwx is not None
+    return dwx, dwh
+
+
+def _weight_grad(
+    a: Tensor, x: Tensor | None, dz: Tensor, layer: Layer, chosen: plan.GradPlan, channels: int, size: int, *, lag: int
+) -> tuple[Tensor, Tensor | None]:
+    """Parts of the gradient of a kernel whose input at step i is a_{i-lag}, and of W_x where x comes along."""
+    taps = size * size
+    if layer.d == lag:
+        return torch.zeros(1, taps, channels, layer.so, dtype=torch.float32, device=a.device), None
+    kernel = _kernel("weight_grad", a, chosen.defines(layer, channels, size, lag), chosen.shared)
+    steps = layer.d - (0 if chosen.x else lag)
+    resident = kernel.resident() * _multiprocessors(a.get_device())
+    blocks = max(1, min(chosen.tile.count(layer) * steps, resident // (chosen.blocks[0] * chosen.blocks[1])))
+    parts = torch.empty(blocks, taps, channels, layer.so, dtype=torch.float32, device=a.device)
+    parts_x = parts.new_empty(blocks, taps, layer.si, layer.so) if x is not None else None
+    second = (a, parts) if x is None or parts_x is None else (x, parts_x)
+    kernel((blocks, *chosen.blocks), a, second[0], dz, parts, second[1], layer.n)
+    return parts, parts_x

@@ -1,0 +1,220 @@
+// Training forward of a CRC layer (Eq. 3), all steps in one launch: z_i = x_i * W_x + h_{i-1} * W_h and
+// h_i = ReLU(BN_i(z_i)) with the statistics of the batch.
+//
+// A block keeps its share of both kernels in shared memory for all steps, and owns tiles of pixels and NB of the SO
+// channels. A step of a tile: once all blocks' sums are there (the only wait), h_{i-1} = ReLU(BN(z_{i-1})) of the tile
+// and its halo into shared memory and out, then the convolutions, z_i and its sums. While a block waits, it computes
+// the part of x of its next tile.
+
+constexpr int HALO_X = KX / 2, HALO_H = KH / 2, COLUMNS_X = W + 2 * HALO_X, COLUMNS_H = W + 2 * HALO_H;
+constexpr int PITCH_X = pitch_of(SI), PITCH_H = pitch_of(SO), PAIRS = NB / 16;
+constexpr int BYTES_WX = steps_of(SI, KX) * NB * 32, BYTES_WH = steps_of(SO, KH) * NB * 32;
+constexpr int BYTES_X = slots_of(HALO_X) * PITCH_X, BYTES_H = slots_of(HALO_H) * PITCH_H;
+
+// BN of step i as z*scale + shift, for all channels.
+__device__ __forceinline__ void affine(float* scale, float* shift, const float* sums, const float* gamma,
+                                       const float* beta, int i, float pixels, float eps) {
+    for (int c = threadIdx.x; c < SO; c += THREADS) {
+        const float mean = total(sums, 0, i, c) / pixels;
+        const float var = fmaxf(total(sums, 1, i, c) / pixels - mean * mean, 0.f);
+        const float s = gamma[i * SO + c] * rsqrtf(var + eps);
+        scale[c] = s;
+        shift[c] = beta[i * SO + c] - mean * s;
+    }
+    __syncthreads();
+}
+
+// ReLU(z*scale + shift) of 8 channels.
+__device__ __forceinline__ uint4 sigma(uint4 v, const float* scale, const float* shift) {
+    u32* word = &v.x;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        const float2 f = unpack2(word[w]);
+        word[w] = pack2(relu(f.x * scale[2 * w] + shift[2 * w]), relu(f.y * scale[2 * w + 1] + shift[2 * w + 1]));
+    }
+    return v;
+}
+
+// h_i of a tile, z_i from global memory: into shared memory with its halo (KEEP), and this block's channels into h.
+template <int HALO, bool KEEP>
+__device__ __forceinline__ void activate(u32 to, const u16* z, u16* h, const float* scale, const float* shift, int i,
+                                         int channel, const Tile& tile, int batch) {
+    constexpr int SLOTS = slots_of(HALO), LOADERS = THREADS / CHUNKS;
+    constexpr int EACH = (SLOTS + LOADERS - 1) / LOADERS, AT_ONCE = EACH < 4 ? EACH : 4;
+    const int c = threadIdx.x % CHUNKS * 8, loader = threadIdx.x / CHUNKS;
+    if (loader >= LOADERS) return;
+    const bool mine = c >= channel && c < channel + NB;
+    if (!KEEP && !mine) return;
+    float s[8], t[8];
+#pragma unroll
+    for (int k = 0; k < 8; k++) s[k] = scale[c + k], t[k] = shift[c + k];
+    const u16* from = z + (size_t)tile.first * (D * SO) + i * SO + c;
+    u16* out = h + (size_t)tile.first * (D * SO) + i * SO + c;
+    for (int slot0 = loader; slot0 < SLOTS; slot0 += LOADERS * AT_ONCE) {
+        uint4 v[AT_ONCE];
+        int pixel[AT_ONCE];
+        bool ok[AT_ONCE], inside[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int slot = slot0 + k * LOADERS;
+            ok[k] = slot < SLOTS && pixel_of<HALO>(slot, tile, batch, pixel[k], inside[k]);
+            v[k] = make_uint4(0, 0, 0, 0);
+            if (ok[k]) v[k] = load_fresh(from + (long)pixel[k] * (D * SO));
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int slot = slot0 + k * LOADERS;
+            if (ok[k]) v[k] = sigma(v[k], s, t);
+            if (ok[k] && mine && inside[k]) *(uint4*)(out + (long)pixel[k] * (D * SO)) = v[k];
+            if (KEEP && slot < SLOTS) store_shared(to + slot * PITCH_H + c * 2, v[k]);
+        }
+    }
+}
+
+// The same where z_i of the block's own tile and channels is in shared memory, `zs`; foreign chunks are fetched first.
+struct SingleTile {
+    static constexpr int COUNT = foreign_of(HALO_H), EACH = COUNT ? (COUNT + THREADS - 1) / THREADS : 1;
+    uint4 v[EACH];
+    int slot[EACH], channels[EACH];
+
+    __device__ __forceinline__ void fetch(const u16* z, int i, int channel, const Tile& tile) {
+#pragma unroll
+        for (int k = 0; k < EACH; k++) {
+            int pixel;
+            const int e = threadIdx.x + k * THREADS;
+            if (e < COUNT && foreign<HALO_H>(e, channel, tile, pixel, slot[k], channels[k]))
+                v[k] = load_fresh(z + (size_t)tile.first * (D * SO) + (long)pixel * (D * SO) + i * SO + channels[k]);
+            else slot[k] = -1;
+        }
+    }
+    __device__ __forceinline__ void activate(u32 to, u32 zs, u16* h, const float* scale, const float* shift, int i,
+                                             int channel, const Tile& tile) {
+        const int c = channel + threadIdx.x % OWN_CHUNKS * 8;
+        float s[8], t[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++) s[k] = scale[c + k], t[k] = shift[c + k];
+        u16* out = h + (size_t)tile.first * (D * SO) + i * SO + c;
+        uint4 a[OWN_BATCH];
+        for_own(tile.count, [&](int k, int q, int at) { a[k] = load_shared(zs + own_at(q, at)); },
+                [&](int k, int q, int at) {
+                    a[k] = sigma(a[k], s, t);
+                    store_shared(to + slot_of<HALO_H>(q) * PITCH_H + c * 2, a[k]);
+                    *(uint4*)(out + (size_t)q * (D * SO)) = a[k];
+                });
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+            if (slot[k] >= 0)
+                store_shared(to + slot[k] * PITCH_H + channels[k] * 2, sigma(v[k], scale + channels[k], shift + channels[k]));
+    }
+};
+
+// z_i of a warp's tiles into `zs`, what other blocks will read also to global memory; and its sums.
+__device__ __forceinline__ void put(const float (&acc)[MT][NT][4], float (&sum)[NT][2], float (&squares)[NT][2], u32 zs,
+                                    u16* out, int count) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wm = warp / WN, wn = warp % WN;
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int q = (wm * MT + m) * 16 + half * 8 + lane / 4;
+            if (q >= count) continue;
+            const bool now = SINGLE && shared_with_others(q, HALO_H);
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const int c = (wn * NT + n) * 8 + lane % 4 * 2;
+                const float a = acc[m][n][half * 2], b = acc[m][n][half * 2 + 1];
+                const u32 v = pack2(a, b);
+                store_shared(zs + own_at(q, c * 2), v);
+                if (now) *(u32*)(out + (size_t)q * (D * SO) + c) = v;
+                sum[n][0] += a, sum[n][1] += b;
+                squares[n][0] += a * a, squares[n][1] += b * b;
+            }
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gamma, const float* beta, u16* z, u16* h,
+        float* sums, u32* counters, float* totals, int batch, float eps) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    const u32 wx = shared_address(memory), wh = wx + BYTES_WX, xs = wh + BYTES_WH, hs = xs + BYTES_X, zs = hs + BYTES_H;
+    float* scale = (float*)(memory + BYTES_WX + BYTES_WH + BYTES_X + BYTES_H + PIXELS * OWN_PITCH);
+    float* shift = scale + SO;
+    float* scratch = shift + SO;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wm = warp / WN, wn = warp % WN;
+    const int split = blockIdx.x % SPLITS, channel = split * NB;
+    const int first_tile = blockIdx.x / SPLITS, tile_stride = gridDim.x / SPLITS, tiles = tiles_of(batch);
+    const float pixels = (float)batch * (H * W);
+
+    u32 corners_x[MT], corners_h[MT];
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+        const int q = (wm * MT + m) * 16 + lane % 16;
+        corners_x[m] = xs + slot_of<HALO_X, KX>(q) * PITCH_X;
+        corners_h[m] = hs + slot_of<HALO_H, KH>(q) * PITCH_H;
+    }
+    const u32 my_wx = wx + (wn * NT / 2) * 512 + lane * 16, my_wh = wh + (wn * NT / 2) * 512 + lane * 16;
+    if (SI % 8 || SINGLE) clear_shared(xs, BYTES_X + BYTES_H);  // what only fills up, and the border of the map
+    __syncthreads();
+    copy_block(wx, packed_x + (size_t)split * (BYTES_WX / 2), BYTES_WX);
+    copy_block(wh, packed_h + (size_t)split * (BYTES_WH / 2), BYTES_WH);
+    Tile tile = tile_at(first_tile, batch);
+    copy_tile<HALO_X, SI, PITCH_X>(xs, x, D * SI, tile, batch);
+    copy_commit();
+    SingleTile single;
+    for (int i = 0; i < D; i++) {
+        float sum[NT][2] = {}, squares[NT][2] = {};
+        for (int t = first_tile; t < tiles; t += tile_stride) {
+            float acc[MT][NT][4] = {};
+            if (SINGLE || t == first_tile) {  // the part of x before the wait
+                copy_wait<0>();
+                __syncthreads();
+                convolve<SI, KX, COLUMNS_X, PITCH_X, PAIRS>(acc, corners_x, my_wx);
+                if (i > 0) {
+                    await(counters + i - 1);
+                    if (SINGLE) single.fetch(z, i - 1, channel, tile);
+                    affine(scale, shift, sums, gamma, beta, i - 1, pixels, eps);
+                }
+            }
+            if (!SINGLE) tile = tile_at(t, batch);
+            if (!SINGLE && t != first_tile) {
+                copy_tile<HALO_X, SI, PITCH_X>(xs, x + i * SI, D * SI, tile, batch);
+                copy_commit();
+            }
+            if (i > 0 && SINGLE) single.activate(hs, zs, h, scale, shift, i - 1, channel, tile);
+            if (i > 0 && !SINGLE) activate<HALO_H, true>(hs, z, h, scale, shift, i - 1, channel, tile, batch);
+            copy_wait<0>();
+            __syncthreads();
+            if (!SINGLE && t != first_tile) convolve<SI, KX, COLUMNS_X, PITCH_X, PAIRS>(acc, corners_x, my_wx);
+            if (i > 0) convolve<SO, KH, COLUMNS_H, PITCH_H, PAIRS>(acc, corners_h, my_wh);
+            u16* out = z + (size_t)tile.first * (D * SO) + i * SO + channel;
+            put(acc, sum, squares, zs, out, tile.count);
+            if (!SINGLE) {  // before the next tile overwrites the shared ones
+                __syncthreads();
+                put_own(out, zs, D * SO, tile.count);
+            }
+        }
+        if (!SINGLE) tile = tile_at(first_tile, batch);
+        if (i + 1 < D) {
+            copy_tile<HALO_X, SI, PITCH_X>(xs, x + (i + 1) * SI, D * SI, tile, batch);
+            copy_commit();
+        }
+        add_sums(sum, squares, scratch, sums, i, channel);
+        arrive(counters + i);
+        if (SINGLE) put_own(z + (size_t)tile.first * (D * SO) + i * SO + channel, zs, D * SO, tile.count);
+    }
+    await(counters + D - 1);
+    affine(scale, shift, sums, gamma, beta, D - 1, pixels, eps);
+    if (SINGLE) {  // only this block's part is left to do
+        const int c = channel + threadIdx.x % OWN_CHUNKS * 8;
+        u16* out = h + (size_t)tile.first * (D * SO) + (D - 1) * SO + channel;
+        uint4 a[OWN_BATCH];
+        for_own(tile.count, [&](int k, int q, int at) { a[k] = load_shared(zs + own_at(q, at)); },
+                [&](int k, int q, int at) {
+                    *(uint4*)((char*)(out + (size_t)q * (D * SO)) + at) = sigma(a[k], scale + c, shift + c);
+                });
+    } else
+        for (int t = first_tile; t < tiles; t += tile_stride)
+            activate<0, false>(hs, z, h, scale, shift, D - 1, channel, tile_at(t, batch), batch);
+    for (int e = blockIdx.x * THREADS + threadIdx.x; e < 2 * D * SO; e += gridDim.x * THREADS)
+        totals[e] = total(sums, e / (D * SO), e / SO % D, e % SO);
+}

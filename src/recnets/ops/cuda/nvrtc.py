@@ -1,0 +1,161 @@
+"""CUDA C++ compiled at run time by NVRTC, which comes with PyTorch, and launched through the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recnets.errors import RecNetsError
+from recnets.utils import atomic_write
+
+FOLDER = Path(__file__).parent
+SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    """The NVRTC of PyTorch's CUDA version, from the loader's path or from the packages that PyTorch brings."""
+    major = str(torch.version.cuda).split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    places = [name]
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations or [] if spec is not None else []:
+        places += [str(path) for path in Path(folder).glob(f"*/lib/{name}")]
+    for place in places:
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    raise OSError(f"{name} was not found; it belongs to PyTorch's CUDA packages")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{what}: CUDA error {status} ({(text.value or b'unknown').decode()})")
+
+
+def compile_source(source: str, arch: str, defines: Sequence[str]) -> bytes:
+    """The binary of a translation unit."""
+    nvrtc = _nvrtc()
+    program = ctypes.c_void_p()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"recnets.cu", 0, None, None):
+        raise RuntimeError("NVRTC could not start")
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "--use_fast_math", *defines]
+    array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), array)
+    size = ctypes.c_size_t()
+    if failed:
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"a CUDA kernel does not compile with {' '.join(options)}:\n{log.value.decode()}")
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    binary = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, binary)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return binary.raw
+
+
+class Kernel:
+    """A compiled kernel of a device."""
+
+    def __init__(self, binary: bytes, name: str, threads: int, shared: int) -> None:
+        self.threads, self.shared = threads, shared
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        driver = _driver()
+        _check(driver.cuModuleLoadData(ctypes.byref(self._module), binary), f"loading {name}")
+        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), name)
+        if shared > 48 * 1024:
+            _check(driver.cuFuncSetAttribute(self._function, SHARED_LIMIT, shared), f"{shared} bytes for {name}")
+        self.name = name
+
+    def resident(self) -> int:
+        """Blocks that a multiprocessor holds at once."""
+        found = ctypes.c_int()
+        query = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
+        _check(query(ctypes.byref(found), self._function, self.threads, ctypes.c_size_t(self.shared)), self.name)
+        return found.value
+
+    def __call__(self, grid: tuple[int, int, int], *args: Any, cooperative: bool = False) -> None:
+        """Launch on the current stream. Arguments: tensors, ints (C int), floats (C float) or ctypes values."""
+        values = [_value(arg) for arg in args]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        shape = (*grid, self.threads, 1, 1, self.shared, stream, pointers)
+        if cooperative:
+            status = _driver().cuLaunchCooperativeKernel(self._function, *shape)
+        else:
+            status = _driver().cuLaunchKernel(self._function, *shape, None)
+        _check(status, f"launching {self.name} with {grid} blocks of {self.threads} threads")
+
+
+def _value(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return ctypes.c_void_p(arg.data_ptr())
+    if isinstance(arg, int):
+        return ctypes.c_int(arg)
+    return ctypes.c_float(arg) if isinstance(arg, float) else arg
+
+
+def cache_folder() -> Path:
+    """Where binaries are kept between processes: RECNETS_CACHE, or the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("RECNETS_CACHE") or Path(home) / "recnets") / "kernels"
+
+
+def _kept(source: str, arch: str, defines: Sequence[str]) -> bytes:
+    """`compile_source` with the binaries of earlier processes; a folder that cannot be written to is no obstacle."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    key = repr((source, arch, list(defines), major.value, minor.value)).encode()
+    path = cache_folder() / f"{hashlib.sha256(key).hexdigest()}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        binary = compile_source(source, arch, defines)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, binary)
+    except (OSError, RecNetsError):
+        pass  # the next process compiles again
+    return binary
+
+
+@cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="recnets-nvrtc")
+
+
+@cache
+def binary(files: tuple[str, ...], defines: tuple[tuple[str, int], ...], index: int) -> Future[bytes]:
+    """The binary of these files with these constants for CUDA device `index`, compiled in the background."""
+    source = "\n".join((FOLDER / file).read_text() for file in files)
+    major, minor = torch.cuda.get_device_capability(index)
+    options = [f"-D{key}={value}" for key, value in defines]
+    return _compilers().submit(_kept, source, f"sm_{major}{minor}", options)
+
+
+@cache
+def kernel(files: tuple[str, ...], name: str, defines: tuple[tuple[str, int], ...], shared: int, index: int) -> Kernel:
+    """Kernel `name` of these files with these constants, for CUDA device `index`."""
+    constants = dict(defines)
+    threads = constants.get("THREADS") or 32 * constants["WM"] * constants["WN"]
+    with torch.cuda.device(index):
+        return Kernel(binary(files, defines, index).result(), name, threads, shared)

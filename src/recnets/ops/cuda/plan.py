@@ -1,0 +1,278 @@
+"""How a layer is cut for the CUDA kernels: tiles, warps, shared memory. Mirrors the constants of the .cu files."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+SHARED = 227 * 1024  # bytes a block may take on compute capability 9; smaller devices give less
+MOST_WARPS = 8
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return cdiv(a, b) * b
+
+
+def pitch(channels: int) -> int:
+    """Bytes from pixel to pixel in shared memory: an odd number of 16s."""
+    chunks = cdiv(channels, 8)
+    return (chunks + (chunks + 1) % 2) * 16
+
+
+def packed_bytes(channels: int, kernel: int, outputs: int) -> int:
+    """Bytes of a kernel packed for the tensor cores, see pack.cu."""
+    return cdiv(kernel * kernel * round_up(channels, 8), 16) * outputs * 32
+
+
+class Layer(NamedTuple):
+    """A CRC layer on a batch: what all plans depend on."""
+
+    n: int
+    h: int
+    w: int
+    d: int
+    si: int
+    so: int
+    kx: int
+    kh: int
+
+
+class Tile(NamedTuple):
+    """IMAGES × ROWS × W pixels: whole images, or rows of one image."""
+
+    images: int
+    rows: int
+
+    def count(self, layer: Layer) -> int:
+        return cdiv(layer.n, self.images) if self.rows == layer.h else layer.n * cdiv(layer.h, self.rows)
+
+    def pixels(self, layer: Layer) -> int:
+        return self.images * self.rows * layer.w
+
+    def slots(self, layer: Layer, kernel: int) -> int:
+        halo = kernel // 2
+        return self.images * (self.rows + 2 * halo) * (layer.w + 2 * halo)
+
+
+class Plan(NamedTuple):
+    """Constants of one kernel."""
+
+    tile: Tile
+    nb: int
+    wm: int
+    wn: int
+    mt: int
+    nt: int
+    resident: int
+    shared: int
+    single: bool = False  # one tile a block, kept in shared memory from step to step
+    dx: int = 0  # backward: channels of dx a block computes, padded to 16; 0 where another launch does it
+    dx_tiles: int = 0  # of 8 of these channels, a warp
+    dx_split: bool = False  # the blocks of a tile share the channels of dx out
+    buffers: int = 1  # backward: of dh and z
+
+    def defines(self, layer: Layer) -> dict[str, int]:
+        return {
+            "SINGLE": int(self.single), "BUFFERS": self.buffers, "DX": self.dx, "DX_TILES": self.dx_tiles,
+            "DX_SPLIT": int(self.dx_split),
+            "H": layer.h, "W": layer.w, "D": layer.d, "SI": layer.si, "SO": layer.so, "KX": layer.kx, "KH": layer.kh,
+            "IMAGES": self.tile.images, "ROWS": self.tile.rows, "NB": self.nb, "WM": self.wm, "WN": self.wn,
+            "MT": self.mt, "NT": self.nt, "RESIDENT": self.resident,
+        }  # fmt: skip
+
+
+# For benchmarks, to time other plans than the chosen ones: {(kernel's name, layer): plan}.
+overrides: dict[tuple[str, Layer], Plan] = {}
+
+
+def tiles(layer: Layer) -> list[Tile]:
+    """Tiles to choose from, small to large."""
+    rows = [r for r in (1, 2, 4, 8, 16, 32) if r < layer.h]
+    return [Tile(1, r) for r in rows] + [Tile(n, layer.h) for n in (1, 2, 4, 8) if n == 1 or n * layer.h <= 64]
+
+
+def block_channels(so: int) -> int | None:
+    """Output channels a block takes, or None where no kernel exists."""
+    if so % 16 or so > 128:
+        return None
+    return so if so <= 64 else so // 2 if so % 32 == 0 else None
+
+
+def warps(pixels: int, nb: int, most: int = MOST_WARPS, largest: int = 16) -> tuple[int, int, int, int] | None:
+    """(WM, WN, MT, NT): as many warps as there is work for, each with as square a part as possible."""
+    mtot, ntot = cdiv(pixels, 16), nb // 8
+    best: tuple[float, tuple[int, int, int, int]] | None = None
+    for wn in (1, 2, 3, 4):
+        if ntot % wn or (ntot // wn) % 2:
+            continue
+        nt = ntot // wn
+        for wm in (1, 2, 4, 8, 16):
+            mt = cdiv(mtot, wm)
+            if wm * wn > most or mt * nt > largest or (wm > mtot):
+                continue
+            # Reads of shared memory for a product, by all warps: what limits a step.
+            cost = wm * wn * (mt + nt / 2) + 40.0 / (wm * wn)
+            if best is None or cost <= best[0]:
+                best = cost, (wm, wn, mt, nt)
+    return None if best is None else best[1]
+
+
+def own_bytes(pixels: int, nb: int) -> int:
+    """A block's channels of its own pixels, see common.cuh."""
+    return pixels * (nb * 2 if nb in (16, 32, 64) else pitch(nb))
+
+
+def _shared(name: str, layer: Layer, tile: Tile, nb: int, wm: int, dx: int) -> int:
+    """Bytes of shared memory of a step kernel."""
+    own = own_bytes(tile.pixels(layer), nb)
+    size = packed_bytes(layer.so, layer.kh, nb) + tile.slots(layer, layer.kh) * pitch(layer.so) + own
+    if name == "forward":
+        size += packed_bytes(layer.si, layer.kx, nb) + tile.slots(layer, layer.kx) * pitch(layer.si)
+        return size + (2 * layer.so + wm * 2 * nb) * 4
+    return size + own + packed_bytes(layer.so, layer.kx, dx) + (max(3 * layer.so, wm * 2 * nb) + 4 * nb) * 4
+
+
+def _along(layer: Layer, nb: int, wn: int) -> tuple[int, int, bool]:
+    """(DX, DX_TILES, DX_SPLIT): how dx comes along in the backward kernel."""
+    splits = layer.so // nb
+    if layer.kx != layer.kh or layer.si > layer.so:
+        return 0, 0, False
+    split = splits > 1 and layer.si % (8 * splits) == 0
+    tiles = cdiv(cdiv(layer.si // splits if split else layer.si, 8), wn)
+    return round_up(8 * tiles * wn, 16), tiles, split
+
+
+def plan_of(
+    name: str, layer: Layer, tile: Tile, nb: int, shape: tuple[int, int, int, int], resident: int, multiprocessors: int
+) -> Plan | None:
+    """The plan with these choices, or None where it does not fit."""
+    along = _along(layer, nb, shape[1]) if name == "backward" else (0, 0, False)
+    if _shared(name, layer, tile, nb, shape[0], along[0]) > SHARED // resident - 1024 * (resident - 1):
+        along = (0, 0, False)
+    shared = _shared(name, layer, tile, nb, shape[0], along[0])
+    if shared > SHARED // resident - 1024 * (resident - 1):
+        return None
+    single = tile.count(layer) * (layer.so // nb) <= resident * multiprocessors
+    second = 2 * own_bytes(tile.pixels(layer), nb) if name == "backward" and single else 0
+    if not second or resident > 1 or shared + second > SHARED:
+        return Plan(tile, nb, *shape, resident, shared, single, *along)
+    return Plan(tile, nb, *shape, resident, shared + second, single, *along, buffers=2)
+
+
+def _candidate(name: str, layer: Layer, tile: Tile, nb: int, multiprocessors: int) -> tuple[float, Plan] | None:
+    """A plan with this tile and its cost, by a rough model of a step: pixels a multiprocessor has to go through."""
+    blocks = tile.count(layer) * (layer.so // nb)
+    # Two blocks a multiprocessor overlap each other's loads and products, where there are tiles enough for both; they
+    # have half the registers each.
+    half = warps(tile.pixels(layer), nb, largest=8) if blocks > 3 * multiprocessors else None
+    shape = warps(tile.pixels(layer), nb)
+    plan = plan_of(name, layer, tile, nb, half, 2, multiprocessors) if half else None
+    plan = plan or (plan_of(name, layer, tile, nb, shape, 1, multiprocessors) if shape else None)
+    if plan is None:
+        return None
+    rounds = plan.resident * cdiv(blocks, plan.resident * multiprocessors)
+    cost = rounds * (tile.pixels(layer) + 0.3 * (tile.slots(layer, layer.kh) - tile.pixels(layer)) + 32)
+    return cost * (0.8 if plan.resident == 2 else 1), plan
+
+
+@cache
+def step(name: str, layer: Layer, multiprocessors: int) -> Plan | None:
+    """The plan of "forward" or "backward", or None where the layer does not fit."""
+    if (name, layer) in overrides:
+        return overrides[name, layer]
+    nb = block_channels(layer.so)
+    if nb is None or layer.si % 4 or layer.kx not in (1, 3) or layer.kh not in (1, 3):
+        return None
+    found = [_candidate(name, layer, tile, nb, multiprocessors) for tile in tiles(layer)]
+    candidates = [candidate for candidate in found if candidate is not None]
+    return min(candidates)[1] if candidates else None
+
+
+@cache
+def input_grad(layer: Layer, multiprocessors: int) -> Plan | None:
+    """The plan of the gradient of x."""
+    if ("input_grad", layer) in overrides:
+        return overrides["input_grad", layer]
+    nb = round_up(layer.si, 16)
+    nt = cdiv(layer.si, 8)
+    weights = packed_bytes(layer.so, layer.kx, nb)
+    best: Plan | None = None
+    for tile in tiles(layer):
+        shared = weights + tile.slots(layer, layer.kx) * pitch(layer.so)
+        m = cdiv(tile.pixels(layer), 16)
+        wm = min(MOST_WARPS, m)
+        mt = cdiv(m, wm)
+        if shared > SHARED or mt * nt > 16:
+            continue
+        resident = max(1, min(4, 226 * 1024 // (shared + 1024)))
+        if best is not None and (tile.pixels(layer) > 256 or resident < min(2, best.resident)):
+            break
+        best = Plan(tile, nb, wm, 1, mt, nt, resident, shared)
+    return best
+
+
+class GradPlan(NamedTuple):
+    """Constants of a weight gradient; `blocks` along (ci, co). `x`: channels of x that come along a block, or 0."""
+
+    tile: Tile
+    ci: int
+    co: int
+    x: int
+    groups: int
+    stages: int
+    shared: int
+    blocks: tuple[int, int]
+
+    def defines(self, layer: Layer, channels: int, kernel: int, lag: int) -> dict[str, int]:
+        return {
+            "H": layer.h, "W": layer.w, "D": layer.d, "SI": layer.si, "SO": layer.so, "IMAGES": self.tile.images,
+            "ROWS": self.tile.rows, "NB": layer.so, "WM": kernel, "WN": self.groups, "MT": 1, "NT": 2, "RESIDENT": 1,
+            "SINGLE": 0, "CA": channels, "KW": kernel, "LAG": lag, "XB": self.x, "CI_BLOCK": self.ci,
+            "CO_BLOCK": self.co, "STAGES": self.stages,
+        }  # fmt: skip
+
+
+grad_overrides: dict[tuple[Layer, int, bool], GradPlan] = {}
+CHANNEL_BLOCKS = {16: (16, 16), 32: (32, 32), 48: (48, 16), 64: (32, 32), 80: (40, 16), 96: (32, 32), 128: (32, 32)}
+
+
+def grad_plan_of(
+    layer: Layer, kernel: int, tile: Tile, ci: int, co: int, x: int, groups: int, stages: int, blocks: tuple[int, int]
+) -> GradPlan | None:
+    """The plan with these choices, or None where it does not fit."""
+    slot = pitch(ci) + (pitch(x) if x else 0)
+    stage = tile.slots(layer, kernel) * slot + round_up(tile.pixels(layer), 16) * pitch(co)
+    shared = max(stages * stage, kernel * kernel * max(ci, x) * (co + 4) * 4)
+    return None if shared > SHARED else GradPlan(tile, ci, co, x, groups, stages, shared, blocks)
+
+
+@cache
+def weight_grad(layer: Layer, channels: int, kernel: int, along: bool) -> GradPlan | None:
+    """The plan of the gradient of a kernel over `channels` input channels a step.
+
+    `along` takes W_x's gradient along with W_h's; None where that is not possible.
+    """
+    if (layer, channels, along) in grad_overrides:
+        return grad_overrides[layer, channels, along]
+    if layer.so not in CHANNEL_BLOCKS:
+        return None
+    padded = round_up(channels, 8)
+    ci, co = CHANNEL_BLOCKS[layer.so]
+    if padded % ci:
+        ci = max(c for c in range(8, 33, 8) if padded % c == 0)
+    blocks, x = (padded // ci, layer.so // co), 0
+    if along:
+        x = round_up(layer.si, 8) if blocks[0] == 1 else layer.si // blocks[0]
+        if layer.kx != layer.kh or x % 8 or layer.si % blocks[0] or kernel * (ci + x) * co // 32 > 128:
+            return None
+    best: GradPlan | None = None
+    for tile in tiles(layer):
+        plan = grad_plan_of(layer, kernel, tile, ci, co, x, 4 if kernel == 3 else 8, 2, blocks)
+        if plan is None or (best is not None and tile.pixels(layer) > 256):
+            break
+        best = plan
+    return best
