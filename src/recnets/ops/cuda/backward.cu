@@ -5,8 +5,7 @@
 //
 // dx shares its taps with the convolution of dz, so it comes along as DX_TILES more tiles of 8 outputs a warp (0 where
 // kernel sizes differ or memory is short: input_grad.cu does it then). DX are the channels of dx that a block computes,
-// padded to 16; with DX_SPLIT the blocks of a tile share them out, else the first of them computes all. With two BUFFERS
-// dh and z of the next step are fetched during the wait.
+// padded to 16; with DX_SPLIT the blocks of a tile share them out, else the first of them computes all.
 
 constexpr int HALO = KH / 2, COLUMNS = W + 2 * HALO, PITCH_H = pitch_of(SO), PAIRS = NB / 16;
 constexpr int BYTES_WH = steps_of(SO, KH) * NB * 32, BYTES_WX = steps_of(SO, KX) * DX * 32;
@@ -205,8 +204,9 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
          const float* sums, u16* masked, u16* dz, u16* dx, float* grad_sums, u32* counters, float* totals, int batch,
          float eps) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const u32 wh = shared_address(memory), wx = wh + BYTES_WH, hs = wx + BYTES_WX, own = hs + BYTES_H;
-    float* coefficients = (float*)(memory + BYTES_WH + BYTES_WX + BYTES_H + BUFFERS * 2 * PIXELS * OWN_PITCH);
+    const u32 wh = shared_address(memory), wx = wh + BYTES_WH, hs = wx + BYTES_WX, ms = hs + BYTES_H,
+              zs = ms + PIXELS * OWN_PITCH;
+    float* coefficients = (float*)(memory + BYTES_WH + BYTES_WX + BYTES_H + 2 * PIXELS * OWN_PITCH);
     float* scratch = coefficients;  // the sums are added up after the last use of the coefficients
     float* norm = coefficients + (3 * SO > WM * 2 * NB ? 3 * SO : WM * 2 * NB);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wm = warp / WN, wn = warp % WN;
@@ -233,9 +233,6 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
                 norm[c] = s.scale, norm[NB + c] = s.shift, norm[2 * NB + c] = s.rstd, norm[3 * NB + c] = -s.mean * s.rstd;
             }
         float extra[MT][TX][4];
-        // m and z of this step and of the one before it, in the same place where there is no room for two
-        const u32 ms = own + (BUFFERS > 1 ? (i & 1) * 2 * PIXELS * OWN_PITCH : 0), zs = ms + PIXELS * OWN_PITCH;
-        const u32 last_ms = own + (BUFFERS > 1 ? (~i & 1) * 2 * PIXELS * OWN_PITCH : 0), last_zs = last_ms + PIXELS * OWN_PITCH;
         for (int t = first_tile; t < tiles; t += tile_stride) {
             if (!SINGLE) tile = tile_at(t, batch);
             if (i < D - 1) {
@@ -244,11 +241,11 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
                     if (SINGLE) single.fetch_m(masked + ((i + 1) & 1) * plane, tile);
                     norm_grad(coefficients, sums, grad_sums, gamma, beta, i + 1, pixels, eps);
                 }
-                if (SINGLE) single.make_dz(hs, last_ms, last_zs, dz, coefficients, i + 1, channel, tile);
+                if (SINGLE) single.make_dz(hs, ms, zs, dz, coefficients, i + 1, channel, tile);
                 else make_dz(hs, masked + ((i + 1) & 1) * plane, z, dz, coefficients, i + 1, channel, tile, batch);
             }
             __syncthreads();
-            if (i >= 0 && (BUFFERS == 1 || i == D - 1)) {  // these arrive during the convolution
+            if (i >= 0) {  // these arrive during the convolution
                 const size_t at = (size_t)tile.first * (D * SO) + i * SO + channel;
                 fetch_own(ms, dh + at, D * SO, tile.count);
                 fetch_own(zs, z + at, D * SO, tile.count);
@@ -282,12 +279,6 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
         if (SINGLE) {
             if (i < D - 1) put_dx(extra, dx, i + 1, split, tile);
             if (i >= 0) single.fetch_z(z, i, tile);
-            if (BUFFERS > 1 && i > 0) {
-                const size_t at = (size_t)tile.first * (D * SO) + (i - 1) * SO + channel;
-                fetch_own(last_ms, dh + at, D * SO, tile.count);
-                fetch_own(last_zs, z + at, D * SO, tile.count);
-                copy_commit();
-            }
         }
     }
     for (int e = blockIdx.x * THREADS + threadIdx.x; e < 2 * D * SO; e += gridDim.x * THREADS)

@@ -73,11 +73,10 @@ class Plan(NamedTuple):
     dx: int = 0  # backward: channels of dx a block computes, padded to 16; 0 where another launch does it
     dx_tiles: int = 0  # of 8 of these channels, a warp
     dx_split: bool = False  # the blocks of a tile share the channels of dx out
-    buffers: int = 1  # backward: of dh and z
 
     def defines(self, layer: Layer) -> dict[str, int]:
         return {
-            "SINGLE": int(self.single), "BUFFERS": self.buffers, "DX": self.dx, "DX_TILES": self.dx_tiles,
+            "SINGLE": int(self.single), "DX": self.dx, "DX_TILES": self.dx_tiles,
             "DX_SPLIT": int(self.dx_split),
             "H": layer.h, "W": layer.w, "D": layer.d, "SI": layer.si, "SO": layer.so, "KX": layer.kx, "KH": layer.kh,
             "IMAGES": self.tile.images, "ROWS": self.tile.rows, "NB": self.nb, "WM": self.wm, "WN": self.wn,
@@ -157,10 +156,7 @@ def plan_of(
     if shared > SHARED // resident - 1024 * (resident - 1):
         return None
     single = tile.count(layer) * (layer.so // nb) <= resident * multiprocessors
-    second = 2 * own_bytes(tile.pixels(layer), nb) if name == "backward" and single else 0
-    if not second or resident > 1 or shared + second > SHARED:
-        return Plan(tile, nb, *shape, resident, shared, single, *along)
-    return Plan(tile, nb, *shape, resident, shared + second, single, *along, buffers=2)
+    return Plan(tile, nb, *shape, resident, shared, single, *along)
 
 
 def _candidate(name: str, layer: Layer, tile: Tile, nb: int, multiprocessors: int) -> tuple[float, Plan] | None:

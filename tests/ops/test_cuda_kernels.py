@@ -1,0 +1,170 @@
+"""The CUDA kernels: their plans anywhere, their results against the naive loop on a GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from recnets import create_model, list_models
+from recnets.layers import Recurrent
+from recnets.ops import naive
+from recnets.ops.cuda import crc, nvrtc, plan
+from recnets.ops.cuda.plan import Layer
+
+MULTIPROCESSORS = 132
+# N, H, W, s_in, s_out, d, kernel_x, kernel_h
+SHAPES = [
+    (3, 32, 32, 8, 32, 4, 3, 3),  # rows of an image a block
+    (3, 16, 16, 16, 64, 4, 3, 3),
+    (3, 8, 8, 32, 128, 4, 3, 3),  # a whole image, two blocks share its channels
+    (2, 8, 8, 24, 96, 30, 3, 3),
+    (2, 16, 16, 4, 16, 3, 3, 3),  # segments narrower than a copy
+    (5, 9, 13, 12, 48, 3, 1, 3),  # nothing is a power of two, and dx in a launch of its own
+    (2, 12, 10, 8, 32, 3, 3, 1),
+    (1, 64, 64, 4, 16, 3, 3, 3),
+    (2, 8, 8, 8, 32, 1, 3, 3),  # one step: W_h is idle
+    (200, 32, 32, 8, 32, 2, 3, 3),  # more tiles than blocks
+    (300, 8, 8, 32, 128, 2, 3, 3),
+]
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def layers(name: str, n: int) -> list[Layer]:
+    """The CRC layers of a model on a batch of n pictures of 32×32."""
+    modules = [m for m in create_model(name).modules() if isinstance(m, Recurrent)]
+    sizes = [32, 32, 16, 16, 8, 8]
+    return [
+        Layer(n, size, size, m.crc.d, m.crc.s_in, m.crc.s_out, 3, 3) for m, size in zip(modules, sizes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 16, 64, 1024])
+@pytest.mark.parametrize("name", [name for name in list_models("recnet_*") if "." not in name])
+def test_every_named_model_has_plans_that_fit(name, n):
+    for layer in layers(name, n):
+        for kind in ("forward", "backward"):
+            found = plan.step(kind, layer, MULTIPROCESSORS)
+            assert found is not None
+            assert found.shared <= plan.SHARED
+            assert found.resident * (found.shared + 1024) <= 228 * 1024
+            assert found.wm * found.mt * 16 >= found.tile.pixels(layer)
+            assert found.wn * found.nt * 8 == found.nb
+            assert found.nt % 2 == 0
+            assert layer.so % found.nb == 0
+            if found.single:  # all blocks wait for each other, so all must be there at once
+                blocks = found.tile.count(layer) * (layer.so // found.nb)
+                assert blocks <= found.resident * MULTIPROCESSORS
+        grad = plan.weight_grad(layer, layer.so, 3, True) or plan.weight_grad(layer, layer.so, 3, False)
+        assert grad is not None
+        assert grad.shared <= plan.SHARED
+        assert grad.blocks[0] * grad.ci == layer.so
+        assert grad.blocks[1] * grad.co == layer.so
+        assert plan.input_grad(layer, MULTIPROCESSORS) is not None
+
+
+def test_the_main_model_keeps_one_tile_a_block_and_takes_dx_along():
+    for layer in layers("recnet_60_1280", 64):
+        backward = plan.step("backward", layer, MULTIPROCESSORS)
+        assert backward is not None
+        assert backward.single
+        assert backward.dx_tiles > 0
+        assert plan.weight_grad(layer, layer.so, 3, True) is not None
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 8, 5, 20, 2, 3, 3), (2, 8, 8, 8, 112, 2, 3, 3), (2, 8, 8, 8, 32, 2, 5, 3)])
+def test_there_is_no_plan_where_there_is_no_kernel(shape):
+    n, h, w, s_in, s_out, d, kernel_x, kernel_h = shape
+    assert plan.step("forward", Layer(n, h, w, d, s_in, s_out, kernel_x, kernel_h), MULTIPROCESSORS) is None
+
+
+@pytest.mark.parametrize("channels", [4, 8, 12, 16, 24, 32, 48, 64, 96, 128])
+def test_eight_pixels_lie_in_different_banks(channels):
+    pitch = plan.pitch(channels)
+    assert pitch >= 2 * channels
+    assert len({pixel * pitch % 128 // 16 for pixel in range(8)}) == 8
+
+
+def test_a_tensor_on_the_cpu_is_not_for_these_kernels():
+    x = torch.zeros(1, 8, 8, 16, dtype=torch.bfloat16)
+    assert not crc.supports(x, Layer(1, 8, 8, 2, 8, 32, 3, 3))
+
+
+class FakeNvrtc:
+    """Answers only for its version."""
+
+    def nvrtcVersion(self, major, minor) -> int:
+        major._obj.value, minor._obj.value = 13, 0
+        return 0
+
+
+def test_binaries_are_kept_between_processes(tmp_path, monkeypatch):
+    compiled: list[str] = []
+    monkeypatch.setenv("RECNETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_nvrtc", FakeNvrtc)
+    monkeypatch.setattr(nvrtc, "compile_source", lambda source, arch, defines: compiled.append(source) or b"cubin")
+    assert nvrtc._kept("code", "sm_90", ["-DH=8"]) == b"cubin"
+    assert nvrtc._kept("code", "sm_90", ["-DH=8"]) == b"cubin"
+    assert compiled == ["code"]
+    nvrtc._kept("code", "sm_90", ["-DH=16"])
+    nvrtc._kept("code", "sm_100", ["-DH=8"])
+    assert len(compiled) == 3
+    assert len(list((tmp_path / "kernels").glob("*.cubin"))) == 3
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path, monkeypatch):
+    (tmp_path / "kernels").write_text("a file where the folder should be")
+    monkeypatch.setenv("RECNETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_nvrtc", FakeNvrtc)
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *_: b"cubin")
+    assert nvrtc._kept("code", "sm_90", []) == b"cubin"
+
+
+def test_a_missing_compiler_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "99.1")
+    with pytest.raises(OSError, match=r"libnvrtc\.so\.99"):
+        nvrtc._nvrtc.__wrapped__()
+
+
+def rms(error: Tensor, reference: Tensor) -> float:
+    size = reference.double().square().mean().sqrt()
+    distance = (error.double() - reference.double()).square().mean().sqrt()
+    return float(distance / size) if size > 0 else float(distance)
+
+
+def poison() -> None:
+    """Leave NaN in the memory that the next tensors will get."""
+    held = [torch.full((2**power,), torch.nan, device="cuda") for power in range(8, 27)]
+    del held
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_and_every_gradient(shape, dtype):
+    n, h, w, s_in, s_out, d, kernel_x, kernel_h = shape
+    x = torch.randn(n, h, w, d * s_in, device="cuda").to(dtype)
+    weight_x = (torch.randn(s_out, s_in, kernel_x, kernel_x, device="cuda") / (s_in * kernel_x**2) ** 0.5).to(dtype)
+    weight_h = (torch.randn(s_out, s_out, kernel_h, kernel_h, device="cuda") / (s_out * kernel_h**2) ** 0.5).to(dtype)
+    gamma, beta = torch.rand(d * s_out, device="cuda") + 0.5, 0.1 * torch.randn(d * s_out, device="cuda")
+    gamma[::7] *= -1  # trained networks have some
+    inputs = (x, weight_x.float(), weight_h.float(), gamma, beta)
+    layer = crc.layer_of(x, weight_x, weight_h, d)
+    assert crc.supports(x, layer)
+    poison()
+    hidden, z, sums = crc.forward(*inputs, layer, 1e-5)
+    exact = [t.double().requires_grad_() for t in inputs]
+    running = (torch.zeros_like(exact[3]).detach(), torch.ones_like(exact[3]).detach())
+    expected = naive.crc(
+        exact[0].permute(0, 3, 1, 2), exact[1], exact[2], None, (*running, exact[3], exact[4]),
+        d=d, training=True, decisions=(hidden > 0).double().permute(0, 3, 1, 2),
+    ).permute(0, 2, 3, 1)  # fmt: skip
+    grad = torch.randn_like(expected).to(dtype).contiguous()
+    expected.backward(grad.double())
+    poison()
+    dx, dwx, dwh, dnorm = crc.backward(grad, x, hidden, z, sums, *inputs[1:], layer, 1e-5)
+    assert rms(hidden, expected) < 1e-2
+    got = (dx, dwx, dwh, dnorm[1].flatten(), dnorm[0].flatten())
+    for name, a, e in zip(("x", "weight_x", "weight_h", "gamma", "beta"), got, exact, strict=True):
+        want = torch.zeros_like(e) if e.grad is None else e.grad
+        # Sums over 200,000 pixels of random gradients cancel: what is left is small against their rounding.
+        assert rms(a, want) < (2e-2 if n > 100 else 1e-2), name
