@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from recnets.errors import RecNetsError
 from recnets.utils import atomic_write
 
 FOLDER = Path(__file__).parent
+_log = logging.getLogger("recnets")
 SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -129,6 +131,7 @@ def _kept(source: str, arch: str, defines: Sequence[str]) -> bytes:
     try:
         return path.read_bytes()
     except OSError:
+        _log.info("compiling a CUDA kernel, once for this shape; it is kept in %s", path.parent)
         binary = compile_source(source, arch, defines)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
