@@ -24,6 +24,8 @@ def make_entry() -> Callable[..., dict[str, Any]]:
                 "train_loss": 1 / e,
                 "test_accuracy": accuracy if e == epochs else 10.0,
                 "lr": 0.1,
+                "images_per_second": 1000.0,
+                "input_share": 0.01,
                 "seconds": seconds * e,
             }
             for e in range(1, epochs + 1)
@@ -50,6 +52,19 @@ def make_entry() -> Callable[..., dict[str, Any]]:
             "commit": None,
             "command": f"recnet reproduce --only {run.name}",
             "finished": "2026-01-01 00:00:00 +0000",
+            "sessions": [
+                {
+                    "first_epoch": 1,
+                    "from_step": 0,
+                    "last_epoch": epochs,
+                    "started": "2026-01-01 00:00:00 +0000",
+                    "device": device,
+                    "commit": None,
+                    "images_per_second": 1000.0,
+                    "input_share": 0.01,
+                    "versions": versions(),
+                }
+            ],
         }
 
     return make

@@ -62,6 +62,18 @@ def test_of_several_measurements_the_fastest_counts(tmp_path, make_entry):
     assert timed["recnet_60_480-cifar100-s2"].seconds == pytest.approx(200 * 2.0)
 
 
+def test_starts_and_shared_epochs_are_not_the_pace(tmp_path, make_entry):
+    found = places(["2"], ["cifar100"], 2, PAPER)
+    ledger, runs = Ledger(tmp_path), {run.name: run for place in found for run in place.runs}
+    entry = make_entry(runs["recnet_60_480-cifar100-s0"], 70.0, seconds=2.0)
+    for row in entry["epochs"][10:]:
+        row["seconds"] += 500.0  # the eleventh epoch began with a new start
+    ledger.add(entry)
+    steps = make_plan(found, ledger, tmp_path / "work")
+    timed = {s.run.name: s for s in with_times(steps, measured(ledger, tmp_path, steps, "a device"))}
+    assert timed["recnet_60_480-cifar100-s1"].seconds == pytest.approx(200 * 2.0)
+
+
 def test_most_rows_early(tmp_path, make_entry):
     found = places(["1a", "1b", "1c", "1d", "2"], ["cifar100"], 2, PAPER)
     ledger = Ledger(tmp_path)

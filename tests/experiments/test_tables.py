@@ -68,7 +68,9 @@ def test_the_text(ledger):
 def test_short_runs_fill_rows_only_when_asked_for_and_elsewhere(ledger, make_entry, tmp_path):
     short = Protocol.of(None, {"epochs": 5, "restarts": [], "precision": "bf16"})
     row = next(p.row for p in places(["2"], ["cifar100"], 1, short) if p.row.title == "RecNet-60-480")
-    ledger.add({**make_entry(short.run("2", row, "cifar100", 0), 54.5), "commit": "a" * 40 + "+"})
+    entry = make_entry(short.run("2", row, "cifar100", 0), 54.5)
+    first, second = ({**entry["sessions"][0], "commit": c * 40 + "+"} for c in "ab")
+    ledger.add({**entry, "sessions": [{**first, "last_epoch": 2}, {**second, "first_epoch": 3}]})
     name = "recnet_60_480-cifar100-epochs_5-restarts_-s0"
 
     assert main(["tables", "--results", str(ledger.folder), "--no-figures"]) == 0
@@ -76,7 +78,10 @@ def test_short_runs_fill_rows_only_when_asked_for_and_elsewhere(ledger, make_ent
     assert "other settings than the paper's:" not in text
     assert f"[{name}](runs/{name}.json) | 54.50" in text.partition("## Runs by other settings")[2]
     assert "54.5" not in text.partition("## Runs by other settings")[0]
-    assert "RecNet-60-480, seed 0, 5 epochs" in (ledger.folder / "report.html").read_text()
+    page = (ledger.folder / "report.html").read_text()
+    assert name in page
+    assert "RecNet-60-480, seed 0, 200 epochs" in page  # by other settings, but as long as the tables' runs
+    assert "RecNet-60-480, seed 0, 5 epochs" not in page  # no curve beside those of 200 epochs
 
     out = tmp_path / "elsewhere" / "short"
     command = ["tables", "--results", str(ledger.folder), "--out", str(out), "--no-figures"]
@@ -85,8 +90,19 @@ def test_short_runs_fill_rows_only_when_asked_for_and_elsewhere(ledger, make_ent
     assert "other settings than the paper's: epochs = 5, restarts = []." in text
     link = re.search(r"\[54\.50\]\((.*?)\) \| -19\.18", text)[1]
     assert (out / link).resolve() == ledger.runs / f"{name}.json"
-    assert "aaaaaaaaa+ |" in text
-    assert "epochs = 5, restarts = []" in (out / "report.html").read_text()
+    assert "| aaaaaaaaa+ (1–2), bbbbbbbbb+ (3–5) |" in text
+    page = (out / "report.html").read_text()
+    assert "epochs = 5, restarts = []" in page
+    assert '"title": "RecNet-60-480, seed 0"' in page
+    assert "RecNet-60-1280, seed 0" not in page
+
+
+def test_curves_of_short_runs_where_there_are_no_others(tmp_path, make_entry):
+    short = Protocol.of(None, {"epochs": 5, "restarts": []})
+    row = next(p.row for p in places(["2"], ["cifar100"], 1, short) if p.row.title == "RecNet-60-480")
+    Ledger(tmp_path).add(make_entry(short.run("2", row, "cifar100", 0), 54.5))
+    assert main(["tables", "--results", str(tmp_path), "--no-figures"]) == 0
+    assert "RecNet-60-480, seed 0, 5 epochs" in (tmp_path / "report.html").read_text()
 
 
 def test_an_empty_ledger_still_shows_the_paper(tmp_path):

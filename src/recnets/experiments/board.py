@@ -90,7 +90,7 @@ class Board:
     def started(self, job: Job) -> None:
         line = self.lines[job.name]
         line.state, line.began, line.epochs_before = "running", time.monotonic(), line.epoch
-        where = f" from epoch {line.epoch + 1}" if line.epoch else ""
+        where = f" from epoch {line.epoch + 1}" if 0 < line.epoch < line.step.run.recipe.epochs else ""
         self.say(f"start  {job.name}{where}")
 
     def ended(self, job: Job, result: Result) -> None:

@@ -65,11 +65,14 @@ def perform(job: Job) -> Result:
             options["max_seconds"] = max(job.deadline - time.time(), 0.1)
         if options.get("data_dir") is not None:
             options["data_dir"] = Path(options["data_dir"])
-        _wait_for(RunFolder(job.folder))
+        folder = RunFolder(job.folder)
+        _wait_for(folder)
+        if _has_ended(folder, job.run):  # nothing to train: only its ledger entry is missing
+            return {"status": "finished", "entry": entry_from_folder(job.run, folder.path, job.command)}
         result = train(job.run.recipe, out=job.folder, resume=True, options=RunOptions(**options), command=job.command)
         if result.outcome != "finished":
             return {"status": result.outcome}
-        return {"status": "finished", "entry": entry_from_folder(job.run, Path(job.folder), job.command)}
+        return {"status": "finished", "entry": entry_from_folder(job.run, folder.path, job.command)}
     except RecNetsError as error:
         return {"status": "failed", "reason": str(error)}
     except Exception as error:
@@ -78,6 +81,15 @@ def perform(job: Job) -> Result:
         if type(error).__name__ == "OutOfMemoryError":
             return {"status": "failed", "reason": f"out of memory: {first}"}
         return {"status": "failed", "reason": f"{type(error).__name__}: {first}".rstrip(": ")}
+
+
+def _has_ended(folder: RunFolder, run: Run) -> bool:
+    """Is this run's summary written? Training it again would only evaluate, and put this machine in the summary."""
+    try:
+        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(summary.get("finished")) and folder.read_recipe() == run.recipe
 
 
 def _wait_for(folder: RunFolder) -> None:

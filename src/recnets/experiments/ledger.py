@@ -15,6 +15,7 @@ from typing import Any
 from recnets.errors import RecNetsError
 from recnets.experiments.cost import SHAPES, cost
 from recnets.experiments.runs import NUMERICS, Run, setting_changes
+from recnets.experiments.sessions import gaps, sessions_of, speed
 from recnets.training import RunFolder, recipe_from_dict
 from recnets.utils import atomic_write, versions
 
@@ -24,6 +25,7 @@ _TEXT = {"type": "string", "minLength": 1}
 _COUNT = {"type": "integer", "minimum": 1}
 _POSITIVE = {"type": "number", "exclusiveMinimum": 0}
 _PERCENT = {"type": "number", "minimum": 0, "maximum": 100}
+_RATE = {"type": "number", "minimum": 0}
 _VERSIONS = {"type": "object", "required": ["python", "torch", "recnets"], "values": _TEXT}
 
 # A subset of JSON Schema ("values": the schema of every member of an object), so that it can be read as such.
@@ -33,7 +35,7 @@ SCHEMA: dict[str, Any] = {
     "required": [
         "format", "name", "model", "overrides", "dataset", "seed", "final_accuracy", "final_top5", "final_loss",
         "parameters", "macs", "recipe_name", "recipe", "epochs", "seconds", "images_per_second", "device", "versions",
-        "commit", "command", "finished",
+        "commit", "command", "finished", "sessions",
     ],
     "properties": {
         "format": {"type": "integer", "enum": [FORMAT]},
@@ -55,12 +57,16 @@ SCHEMA: dict[str, Any] = {
             "items": {
                 "type": "object",
                 "closed": True,
-                "required": ["epoch", "train_loss", "test_accuracy", "lr", "seconds"],
+                "required": [
+                    "epoch", "train_loss", "test_accuracy", "lr", "images_per_second", "input_share", "seconds",
+                ],
                 "properties": {
                     "epoch": _COUNT,
                     "train_loss": {"type": "number"},
                     "test_accuracy": {**_PERCENT, "null": True},
                     "lr": {"type": "number", "minimum": 0},
+                    "images_per_second": _RATE,
+                    "input_share": _RATE,
                     "seconds": _POSITIVE,
                 },
             },
@@ -72,6 +78,29 @@ SCHEMA: dict[str, Any] = {
         "commit": {"type": "string", "null": True},
         "command": _TEXT,
         "finished": _TEXT,
+        "sessions": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "closed": True,
+                "required": [
+                    "first_epoch", "from_step", "last_epoch", "started", "device", "commit", "images_per_second",
+                    "input_share", "versions",
+                ],
+                "properties": {
+                    "first_epoch": _COUNT,
+                    "from_step": {"type": "integer", "minimum": 0},
+                    "last_epoch": _COUNT,
+                    "started": _TEXT,
+                    "device": _TEXT,
+                    "commit": {"type": "string", "null": True},
+                    "images_per_second": {**_RATE, "null": True},
+                    "input_share": {**_RATE, "null": True},
+                    "versions": {"type": "object", "required": ["python", "torch"], "values": _TEXT},
+                },
+            },
+        },
     },
 }  # fmt: skip
 
@@ -154,7 +183,7 @@ def check_entry(entry: Any) -> list[str]:
         found.append(f"epochs: expected 1 to {recipe['epochs']}, each once")
     if epochs[-1]["test_accuracy"] != entry["final_accuracy"]:
         found.append(f"final_accuracy is {entry['final_accuracy']}, the last epoch's is {epochs[-1]['test_accuracy']}")
-    return found
+    return found + gaps(entry["sessions"], recipe["epochs"])
 
 
 class Ledger:
@@ -190,7 +219,7 @@ class Ledger:
             "reason": " ".join(reason.split()) or "no reason was given",
             "command": command,
             "versions": versions(),
-            "when": _now(),
+            "when": _written(),
         }
         path = self.failures / f"{run.name}.json"
         self._write(path, json.dumps(record, indent=1) + "\n")
@@ -218,11 +247,12 @@ class Ledger:
 
 
 def _layout(entry: Mapping[str, Any]) -> str:
-    """Indented JSON with one line an epoch: short enough to read, and to compare by line."""
-    head = {key: value for key, value in entry.items() if key != "epochs"}
-    text = json.dumps({**head, "epochs": []}, indent=1)
-    lines = ",\n".join("  " + json.dumps(row) for row in entry["epochs"])
-    return text.removesuffix("[]\n}") + f"[\n{lines}\n ]\n}}\n"
+    """Indented JSON with one line a session and an epoch: short enough to read, and to compare by line."""
+    lists = ("sessions", "epochs")
+    text = json.dumps({key: value for key, value in entry.items() if key not in lists}, indent=1).removesuffix("\n}")
+    for key in lists:
+        text += f',\n "{key}": [\n' + ",\n".join("  " + json.dumps(row) for row in entry[key]) + "\n ]"
+    return text + "\n}\n"
 
 
 def _read(path: Path, check: Any) -> dict[str, Any]:
@@ -248,8 +278,8 @@ def _identity(run: Run) -> dict[str, Any]:
     }
 
 
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %z")
+def _written(seconds: float | None = None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))
 
 
 def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
@@ -276,15 +306,19 @@ def entry_from_folder(run: Run, path: Path, command: str) -> dict[str, Any]:
         raise RecNetsError(f"{path} holds no finished run: {error}") from error
     if not summary["finished"]:
         raise RecNetsError(f"{path} stopped after {summary['epochs']} of {run.recipe.epochs} epochs")
+    rows = read_metrics(folder)
+    sessions = sessions_of(folder.read_config().get("session", []), rows)
     epochs = [
         {
             "epoch": row["epoch"],
             "train_loss": _rounded(row["train_loss"]),
             "test_accuracy": _rounded(row.get("test_accuracy")),
             "lr": row["lr"],
+            "images_per_second": _rounded(row["images_per_second"]),
+            "input_share": _rounded(row["input_share"]),
             "seconds": _rounded(row["seconds"]),
         }
-        for row in read_metrics(folder)
+        for row in rows
     ]
     return {
         "format": FORMAT,
@@ -297,12 +331,13 @@ def entry_from_folder(run: Run, path: Path, command: str) -> dict[str, Any]:
         "recipe_name": Path(run.recipe_name).stem,
         "recipe": run.recipe.to_dict(),
         "seconds": _rounded(summary["seconds"]),
-        "images_per_second": _rounded(summary["images_per_second"]),
+        "images_per_second": speed(sessions) or _rounded(summary["images_per_second"]),
         "device": summary["device"],
         "versions": summary["versions"],
         "commit": summary["commit"],
         "command": command,
-        "finished": _now(),
+        "finished": _written(folder.summary.stat().st_mtime),
+        "sessions": sessions,
         "epochs": epochs,
     }
 

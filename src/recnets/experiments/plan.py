@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,15 +73,19 @@ def make_plan(found: Sequence[Place], ledger: Ledger, work: Path) -> list[Step]:
 def measured(ledger: Ledger, work: Path, steps: Iterable[Step], device: str) -> list[Pace]:
     """Speeds on this device: of the ledger's runs, and of those that were begun."""
     entries = [entry for entry in ledger.entries().values() if entry["device"] == device]
-    found = [
-        _pace(e["dataset"], e["model"], e["overrides"], e["macs"], e["seconds"] / len(e["epochs"])) for e in entries
-    ]
+    found = [_pace(e["dataset"], e["model"], e["overrides"], e["macs"], _epoch_seconds(e["epochs"])) for e in entries]
     for step in steps:
         rows = read_metrics(RunFolder(work / step.run.name)) if step.state == "interrupted" else []
         if len(rows) > 1:  # the first epoch holds the warm-up
-            pace = (rows[-1]["seconds"] - rows[0]["seconds"]) / (len(rows) - 1)
-            found.append(_pace(step.run.dataset, step.run.model, step.run.overrides, step.cost.macs, pace))
+            run = step.run
+            found.append(_pace(run.dataset, run.model, run.overrides, step.cost.macs, _epoch_seconds(rows)))
     return found
+
+
+def _epoch_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
+    """The median epoch: some hold a start, and a GPU may have been shared for a while."""
+    ends = [row["seconds"] for row in rows]
+    return statistics.median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else float(ends[0])
 
 
 def _pace(dataset: str, model: str, overrides: Mapping[str, Any], macs: int, seconds: float) -> Pace:

@@ -61,7 +61,7 @@ function showTip({ svg, tip, box }, x, y, lines) {
     tip.append(node);
   });
   const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
-  const left = Math.min(Math.max(x * scale - tip.offsetWidth / 2, 4), box.clientWidth - tip.offsetWidth - 4);
+  const left = Math.min(Math.max(x * scale - tip.offsetWidth / 2, 4), box.scrollWidth - tip.offsetWidth - 4);
   const above = y * scale - tip.offsetHeight - 12;
   tip.style.left = `${left}px`;
   tip.style.top = `${above < 0 ? y * scale + 14 : above}px`;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +15,8 @@ from recnets.experiments.board import duration
 from recnets.experiments.paper import DATASETS, TABLES, Table
 from recnets.experiments.points import AXES, FAMILIES, points
 from recnets.experiments.results import Outcome, Results, differences
-from recnets.experiments.tables import NOTHING, READING, number, other_protocol, ours, short_commit, shown_datasets
+from recnets.experiments.sessions import commits
+from recnets.experiments.tables import NOTHING, READING, SPEED, number, other_protocol, ours, shown_datasets
 from recnets.models import list_models, model_info
 from recnets.training import load_recipe
 
@@ -50,7 +52,7 @@ def _data(results: Results, latency: Mapping[str, Any] | None) -> dict[str, Any]
             "accuracy": [row["test_accuracy"] for row in entry["epochs"]],
             "loss": [row["train_loss"] for row in entry["epochs"]],
         }
-        for entry in [*results.used, *results.others]
+        for entry in _drawn(results)
     ]
     return {
         "axes": [{**asdict(axis), "short": SHORT[axis.name]} for axis in AXES],
@@ -58,6 +60,17 @@ def _data(results: Results, latency: Mapping[str, Any] | None) -> dict[str, Any]
         "points": {d: [asdict(p) for p in points(results, latency, d)] for d in PAIRS},
         "runs": runs,
     }
+
+
+def _drawn(results: Results) -> list[dict[str, Any]]:
+    """The runs whose curves are drawn: the tables' own, and others as long as one of those, or with none beside them.
+
+    Beside a curve of 200 epochs one of five is a stroke at the edge, and the other way round.
+    """
+    lengths = {(e["dataset"], len(e["epochs"])) for e in results.used}
+    sets = {dataset for dataset, _ in lengths}
+    fitting = [e for e in results.others if e["dataset"] not in sets or (e["dataset"], len(e["epochs"])) in lengths]
+    return [*results.used, *fitting]
 
 
 def _colour(model: str) -> str:
@@ -84,14 +97,18 @@ def _head(results: Results) -> str:
         ("failed", str(sum(1 for o in results.outcomes if o.failure)), ""),
     ]
     cells = "".join(f'<div class="tile {c}"><b>{value}</b><span>{name}</span></div>' for name, value, c in tiles)
-    reading = escape(READING).replace("*ours*", "<b>ours</b>").replace("*diff*", "<b>diff</b>")
-    reading = reading.replace("*linear*", "<b>linear</b>").replace("*hidden*", "<b>hidden</b>")
+    reading = _emphasised(READING)
     other = other_protocol(results)
     reading += f"<br><b>{escape(other)}</b>" if other else ""
     return (
         f'<header><h1>RecNets: the paper\'s tables</h1><p class="lead">{reading}</p><br>'
         f'<div class="tiles">{cells}</div></header>'
     )
+
+
+def _emphasised(text: str) -> str:
+    """Markdown's *words* in HTML."""
+    return re.sub(r"\*([\w/]+)\*", r"<b>\1</b>", escape(text))
 
 
 def _tabs(name: str, label: str, values: Sequence[tuple[str, str]], first: str = "") -> str:
@@ -123,7 +140,7 @@ def _figure(results: Results, latency: Mapping[str, Any] | None) -> str:
 
 
 def _curves(results: Results) -> str:
-    entries = [*results.used, *results.others]
+    entries = _drawn(results)
     if not entries:
         return ""
     present = [d for d in (*PAIRS, "digits") if any(e["dataset"] == d for e in entries)]
@@ -235,13 +252,14 @@ def _runs(results: Results) -> str:
             _cell(f"{e['parameters']:,}", e["parameters"]),
             _cell(e["recipe"]["precision"], e["recipe"]["precision"], ""),
             _cell(escape(e["device"]), e["device"], ""),
-            _cell(escape(e["finished"][:16]), e["finished"], ""),
-            _cell(escape(short_commit(e)), e["commit"], ""),
+            _cell(escape(e["finished"][:10]), e["finished"], ""),
+            _cell(escape(commits(e["sessions"])).replace(", ", "<br>"), e["commit"], ""),
         ]
         for e in entries
     ]
     made = time.strftime("%Y-%m-%d")
     return (
         f"<section><h2>The runs</h2>{html_table(header, rows)}"
-        f'<p class="lead">Made by <code>recnet tables</code> on {made}; hover a run for its command.</p></section>'
+        f'<p class="lead">{_emphasised(SPEED)}<br>'
+        f"Made by <code>recnet tables</code> on {made}; hover a run for its command.</p></section>"
     )

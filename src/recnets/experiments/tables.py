@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from recnets.experiments.board import duration
 from recnets.experiments.paper import DATASETS, TABLES, Table
 from recnets.experiments.results import Outcome, Results, differences
+from recnets.experiments.sessions import commits
 from recnets.training import load_recipe
 
 NOTHING = "–"
@@ -18,6 +19,11 @@ seeds where there are several, with their standard deviation; *diff* is ours les
 are for 100 classes: as the paper prints them, with the classifier of its architecture table (*linear*, which is what
 is trained here unless a row says otherwise), and with the one hidden layer of 160 units that its counts imply
 (*hidden*)."""
+
+SPEED = """\
+*time* is that of all sessions, warm-up and evaluations included. *images/s* is the median epoch of the session that
+trained the most epochs, its first, with compilation and warm-up, left out. Where a run was resumed with another
+*commit*, the epochs that each trained stand beside it; every session and epoch is in the run's file."""
 
 
 def write_tables(results: Results) -> str:
@@ -32,7 +38,8 @@ def _overview(results: Results) -> str:
     paper = [o for o in results.outcomes if not TABLES[o.place.table].extra]
     filled = [o for o in paper if o.entries]
     failed = [o for o in results.outcomes if o.failure]
-    text = f"{len(filled)} of {len(paper)} rows (each table on each data set) are filled, by {len(results.used)} runs"
+    runs = "1 run" if len(results.used) == 1 else f"{len(results.used)} runs"
+    text = f"{len(filled)} of {len(paper)} rows (each table on each data set) are filled, by {runs}"
     text += f"; {len(failed)} failed." if failed else "."
     return "\n\n".join(part for part in (other_protocol(results), text) if part)
 
@@ -112,18 +119,12 @@ def _settings(results: Results) -> str:
     return "\n".join(lines)
 
 
-def short_commit(entry: Mapping[str, Any]) -> str:
-    """ "aa26e28ed", and "aa26e28ed+" for a tree with changes on top of it."""
-    commit = entry["commit"] or NOTHING
-    return commit[:9] + ("+" if commit.endswith("+") else "")
-
-
 def _runs(results: Results) -> str:
     if not results.used:
         return ""
     header = ["Run", "accuracy", "top-5", "epochs", "time", "images/s", "mult-adds", "device", "commit"]
     rows = [_run_cells(entry, results.runs) for entry in results.used]
-    return "## The runs\n\n" + markdown(header, rows)
+    return f"## The runs\n\n{markdown(header, rows)}\n\n{SPEED}"
 
 
 def _run_cells(entry: dict[str, Any], runs: str) -> list[str]:
@@ -136,7 +137,7 @@ def _run_cells(entry: dict[str, Any], runs: str) -> list[str]:
         f"{entry['images_per_second']:,.0f}",
         f"{entry['macs'] / 1e6:,.1f} M",
         entry["device"],
-        short_commit(entry),
+        commits(entry["sessions"]),
     ]
 
 
