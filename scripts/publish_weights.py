@@ -1,7 +1,8 @@
 """Publish a run's weights: `python scripts/publish_weights.py RUN ARCH.TAG [--data-dir DATA]`.
 
 Stores them in fp16 under src/recnets/weights/, where `load_weights` and `create_model(..., pretrained=True)` find
-them. The accuracy in the metadata is that of the fp16 file itself on the test set, not that of the run.
+them. The accuracy in the metadata is that of the fp16 file itself on the test set, not that of the run. A run that was
+resumed with other commits says which of them trained which epochs.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from pathlib import Path
 import torch
 
 from recnets.data import load_dataset
+from recnets.experiments.ledger import read_metrics
+from recnets.experiments.sessions import commits, sessions_of
 from recnets.models.weights import PUBLISHED_FOLDER, SUFFIX, load_weights, save_weights
-from recnets.training import evaluate
+from recnets.training import RunFolder, evaluate
 
 LOCAL_OPTIONS = ("--out", "--data-dir", "--resume")  # where something lay on the machine that trained
 
@@ -30,6 +33,15 @@ def portable(command: str) -> str:
             kept.append(word)
         skip = word in LOCAL_OPTIONS
     return shlex.join(["recnet", *kept])
+
+
+def commits_of(run: str) -> dict[str, str]:
+    """`{"commits": "aa26e28ed (1–51), 28d55a188 (52–200)"}` where several made the run, else nothing."""
+    folder = RunFolder(run)
+    if not folder.holds_run:
+        return {}
+    text = commits(sessions_of(folder.read_config().get("session", []), read_metrics(folder)))
+    return {"commits": text} if "," in text else {}
 
 
 def main() -> None:
@@ -50,6 +62,7 @@ def main() -> None:
         "trained_accuracy": metadata["accuracy"],
         "accuracy": found.accuracy,
         "command": portable(metadata["command"]),
+        **commits_of(args.run),
     }
     path = PUBLISHED_FOLDER / f"{args.name}{SUFFIX}"
     path.parent.mkdir(exist_ok=True)

@@ -27,16 +27,18 @@ USE = """
 import timm, torch
 import recnets.timm
 from recnets import create_model, list_models
+from recnets.models import published
 
 assert set(timm.list_models("recnet_*")) == set(list_models("recnet_*"))
-assert timm.list_pretrained("recnet_60_480*") == ["recnet_60_480.cifar10_60ep"]
+assert set(timm.list_pretrained("recnet_*")) == set(published())
 model = timm.create_model("recnet_60_1280", num_classes=100, in_chans=1, drop_rate=0.0).eval()
 assert model(torch.randn(1, 1, 32, 32)).shape == (1, 100)
 assert sum(p.numel() for p in timm.create_model("recnet_60_1280").parameters()) == 1_704_250
 
 x = torch.randn(2, 3, 32, 32)
-own = create_model("recnet_60_480.cifar10_60ep", pretrained=True).eval()
-for name in ("recnet_60_480", "recnet_60_480.cifar10_60ep"):
+names = ("recnet_60_480.cifar10_60ep", "recnet_60_480.cifar100", "recnet_60_480")  # the last by timm's default
+for name in names:
+    own = create_model(name if "." in name else "recnet_60_480.cifar100", pretrained=True).eval()
     model = timm.create_model(name, pretrained=True).eval()
     assert torch.equal(model(x), own(x))
 data = timm.data.resolve_model_data_config(model)

@@ -1,6 +1,6 @@
 """`import recnets.timm`, and timm builds RecNets by name: `timm.create_model("recnet_60_1280")`.
 
-Published weights are there under the same names (`timm.create_model("recnet_60_480.cifar10_60ep", pretrained=True)`),
+Published weights are there under the same names (`timm.create_model("recnet_60_480.cifar100", pretrained=True)`),
 with the normalisation and the size of pictures that `timm.data.resolve_model_data_config` reads. `features_only=True`
 gives the output of each stage.
 """

@@ -36,6 +36,23 @@ def test_list_table(capsys):
     assert "recnet_90_960" not in text
 
 
+def test_published_weights_are_named(capsys):
+    text = run(capsys, "list", "recnet_60_480")
+    assert "published weights: recnet_60_480.cifar100 (cifar100, 73.26 %), recnet_60_480.cifar10_60ep (" in text
+    assert "published weights" not in run(capsys, "list", "recnet_60_640")
+    (row,) = json.loads(run(capsys, "list", "recnet_60_480", "--json"))
+    assert row["weights"][0] == {"name": "recnet_60_480.cifar100", "dataset": "cifar100", "accuracy": 73.26}
+    assert "recnet_60_480.cifar100 (" in run(capsys, "info", "RecNet-60-480")
+
+
+def test_info_of_published_weights(capsys):
+    text = run(capsys, "info", "recnet_60_480.cifar10_60ep")
+    assert "274,850 (paper: 316K)" in text  # ten classes: the weights' own
+    assert "recnet_60_480.cifar10_60ep (cifar10, 92.91 %)" in text
+    assert "recnet_60_480.cifar100" not in text
+    assert json.loads(run(capsys, "info", "recnet_60_480.cifar100", "--json"))["parameters"] == 285_740
+
+
 def test_list_holds_models_of_other_families(capsys):
     names = [name for name in list_models() if not name.startswith("recnet")]
     assert names

@@ -7,6 +7,8 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
+from recnets.cli.main import main
+from recnets.data import load_dataset
 from recnets.errors import RecNetsError
 from recnets.models import create_model, load_weights, published, read_metadata, save_weights, weights
 
@@ -240,11 +242,31 @@ def same(a, b, names):
     return all(torch.equal(a.state_dict()[n], b.state_dict()[n].half().float()) for n in names)
 
 
-def test_published_in_the_package():
-    for name in published():
-        model, metadata = load_weights(name)
-        assert model.config.name == name.split(".")[0]
-        assert metadata["parameters"] == sum(p.numel() for p in model.parameters())
+@pytest.mark.parametrize("name", published())
+def test_published_in_the_package(name):
+    model, metadata = load_weights(name)
+    assert model.config.name == name.split(".")[0]
+    assert metadata["parameters"] == sum(p.numel() for p in model.parameters())
+    assert {"recipe", "seed", "normalisation", "accuracy", "command", "commit"} <= set(metadata)
+    assert len(metadata["classes"]) == model.num_classes
+    stored = safetensors.torch.load_file(weights.PUBLISHED_FOLDER / f"{name}.safetensors")
+    assert {t.dtype for t in stored.values() if t.is_floating_point()} == {torch.float16}
+
+
+def test_published_files_stay_small_enough_to_come_with_the_package():
+    assert sum(path.stat().st_size for path in weights.PUBLISHED_FOLDER.iterdir()) < 20e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", published())
+def test_published_accuracy_is_what_recnet_eval_prints(name, capsys):
+    """To the last image. Runs where the data set is: RECNETS_DATA names its folder."""
+    try:
+        load_dataset(read_metadata(name)["dataset"], download=False)
+    except RecNetsError as error:
+        pytest.skip(str(error))
+    assert main(["eval", name, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == read_metadata(name)["accuracy"]
 
 
 def test_published(shelf):

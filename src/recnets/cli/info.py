@@ -8,15 +8,16 @@ import torch
 import tyro
 from rich.table import Table
 
+from recnets.cli.list_ import weights_of, weights_text
 from recnets.cli.output import console, count, print_json, short, table
-from recnets.models import ModelInfo, Profile, RecNet, create_model, model_info, profile
+from recnets.models import ModelInfo, Profile, RecNet, create_model, model_info, profile, published, read_metadata
 from recnets.models.registry import canonical_name
 
 
 def record(name: str) -> ModelInfo | None:
-    """The registered record, None for the paper's notation."""
+    """The registered record, also of published weights; None for the paper's notation."""
     try:
-        return model_info(canonical_name(name))
+        return model_info(canonical_name(name.split(".")[0] if name in published() else name))
     except ValueError:
         return None
 
@@ -27,21 +28,23 @@ def command(
     *,
     head: Literal["linear", "hidden"] | None = None,
     image_size: int = 32,
-    num_classes: int = 100,
+    num_classes: int | None = None,
     in_channels: int = 3,
     json: bool = False,
 ) -> None:
     """One model layer by layer: output, parameters and multiply-adds, then the whole: memory and receptive field.
 
     Args:
-        name: a name that `recnet list` shows, or the paper's notation, 'RecNet(4, 8, 16, 32, 10, 10, 10)'.
+        name: a network or published weights that `recnet list` shows, or 'RecNet(4, 8, 16, 32, 10, 10, 10)'.
         head: classifier of a RecNet: linear is the paper's table (default), hidden what its parameter counts imply.
         image_size: side of the picture in pixels.
-        num_classes: outputs of the classifier.
+        num_classes: outputs of the classifier; those of published weights, else 100.
         in_channels: channels of the picture.
         json: print JSON, for programs.
     """
     overrides: dict[str, Any] = {} if head is None else {"head": head}
+    if num_classes is None:
+        num_classes = read_metadata(name)["model"]["num_classes"] if name in published() else 100
     with torch.device("meta"):  # nothing is computed, so nothing need be stored
         model = create_model(name, num_classes=num_classes, in_channels=in_channels, **overrides)
     found = profile(model, image_size)
@@ -51,7 +54,7 @@ def command(
         return
     out = console()
     out.print(_layers(known.title if known else name, found))
-    out.print(_summary(model, known, found))
+    out.print(_summary(name, model, known, found))
 
 
 def _as_json(name: str, model: torch.nn.Module, known: ModelInfo | None, found: Profile) -> dict[str, Any]:
@@ -60,6 +63,7 @@ def _as_json(name: str, model: torch.nn.Module, known: ModelInfo | None, found: 
         "title": known.title if known else name,
         "paper_parameters": known.paper_params if known else None,
         "note": known.note if known else "",
+        "weights": _weights(name, known),
     }
     if isinstance(model, RecNet):
         result |= {"e": model.e, "s": model.s, "d": model.d, "head": model.head}
@@ -83,7 +87,12 @@ def _layers(title: str, found: Profile) -> Table:
     return shown
 
 
-def _summary(model: torch.nn.Module, known: ModelInfo | None, found: Profile) -> Table:
+def _weights(name: str, known: ModelInfo | None) -> list[dict[str, Any]]:
+    """The published weights of that name, or those of the network."""
+    return weights_of(name if known is None or name in published() else known.name)
+
+
+def _summary(name: str, model: torch.nn.Module, known: ModelInfo | None, found: Profile) -> Table:
     shown = Table.grid(padding=(0, 2))
     paper = f" (paper: {known.paper_params})" if known and known.paper_params else ""
     if isinstance(model, RecNet):
@@ -102,6 +111,9 @@ def _summary(model: torch.nn.Module, known: ModelInfo | None, found: Profile) ->
     else:
         memory = f"{short(found.peak_concat)}B"
     shown.add_row("tensors alive", f"at most {memory}, one picture, weights not counted")
+    weights = _weights(name, known)
+    if weights:
+        shown.add_row("weights", weights_text(weights))
     if known and known.note:
         shown.add_row("note", known.note)
     return shown

@@ -8,9 +8,21 @@ import torch
 import tyro
 
 from recnets.cli.output import console, count, print_json, short, table
-from recnets.models import RecNet, create_model, list_models, model_info
+from recnets.models import RecNet, create_model, list_models, model_info, published, read_metadata
 from recnets.models.profile import count_macs, count_parameters
 from recnets.utils import did_you_mean
+
+
+def weights_of(name: str) -> list[dict[str, Any]]:
+    """What is published for a network, or by a name with its tag: names, data sets and accuracies."""
+    chosen = [full for full in published() if name in (full, full.split(".")[0])]
+    about = {full: read_metadata(full) for full in chosen}
+    return [{"name": full, "dataset": a.get("dataset"), "accuracy": a.get("accuracy")} for full, a in about.items()]
+
+
+def weights_text(rows: list[dict[str, Any]]) -> str:
+    """ "recnet_60_480.cifar100 (cifar100, 73.26 %), …"."""
+    return ", ".join(f"{row['name']} ({row['dataset']}, {row['accuracy']:.2f} %)" for row in rows)
 
 
 def describe(name: str, num_classes: int, image_size: int) -> dict[str, Any]:
@@ -28,6 +40,7 @@ def describe(name: str, num_classes: int, image_size: int) -> dict[str, Any]:
         "paper_parameters": info.paper_params,
         "macs": count_macs(model, image_size),
         "note": info.note,
+        "weights": weights_of(name),
     }
     if isinstance(model, RecNet):
         row |= {"e": model.e, "s": model.s, "d": model.d, "depth": model.depth, "width": model.width}
@@ -82,3 +95,6 @@ def command(
             end_section=i + 1 < len(rows) and rows[i + 1]["family"] != row["family"],
         )
     console().print(shown)
+    weights = [found for row in rows for found in row["weights"]]
+    if weights:
+        console().print(f"published weights: {weights_text(weights)}")

@@ -111,7 +111,7 @@ def _normalisation(metadata: Mapping[str, Any]) -> list[str]:
 
 def _training(metadata: Mapping[str, Any]) -> list[str]:
     """The recipe, the command and what else makes the training repeatable."""
-    rows = {key: metadata.get(key) for key in ("epoch", "seed", "commit")}
+    rows = {key: metadata.get(key) for key in ("epoch", "seed", "commit", "commits")}
     rows |= {key: value for key, value in (metadata.get("versions") or {}).items() if key in ("python", "torch")}
     known = [f"| {key} | {value} |" for key, value in rows.items() if value is not None]
     recipe, command = metadata.get("recipe"), metadata.get("command")
