@@ -23,6 +23,8 @@ class NaiveRecurrent(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(s_out) for _ in range(crc.d))
         self.transition = copy.deepcopy(source.transition)
         with torch.no_grad():
+            # in the memory order of nn.Conv2d; the library's own is that of streaming
+            self.transition.conv.weight = nn.Parameter(source.transition.conv.weight.contiguous())
             self.conv_x.weight.copy_(crc.weight_x)
             self.conv_h.weight.copy_(crc.weight_h)
             for i, norm in enumerate(self.norms):

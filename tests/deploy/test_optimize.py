@@ -36,7 +36,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("overrides", VARIANTS, ids=str)
-@pytest.mark.parametrize("mode", ["stream", "concat", "columns"])
+@pytest.mark.parametrize("mode", ["stream", "concat", "columns", "rows"])
 @pytest.mark.parametrize("scale", ["folded", "shared"])
 def test_same_outputs(trained, overrides, mode, scale):
     model = trained(**overrides)
@@ -57,11 +57,12 @@ def test_every_layer_is_replaced_and_the_model_stays_as_it_is(trained):
 
 
 @pytest.mark.parametrize("overrides", [{}, {"kernel_x": 1, "kernel_h": 1}, {"kernel_x": 5, "kernel_h": 5}], ids=str)
-def test_columns_on_batches_larger_than_what_is_gathered_at_once(trained, overrides):
+@pytest.mark.parametrize("mode", ["columns", "rows"])
+def test_products_on_batches_larger_than_what_is_gathered_at_once(trained, overrides, mode):
     model = trained(**overrides)
     x = torch.randn(7, 3, 20, 24)  # two pictures at a time in the first stage, eight in the second
     with torch.no_grad():
-        fast = optimize(model, mode="columns", image_size=8)
+        fast = optimize(model, mode=mode, image_size=8)
         assert all(isinstance(module, ColumnRecurrent) for stage in fast.stages for module in stage)
         assert_same(fast(x), model(x))
 
@@ -70,7 +71,7 @@ def test_squeezed(trained):
     small = squeeze(trained(dead=0.4), 0.0)
     x = torch.randn(3, 3, 13, 17)
     with torch.no_grad():
-        for mode in ("stream", "concat", "columns"):
+        for mode in ("stream", "concat", "columns", "rows"):
             assert_same(optimize(small, mode=mode, image_size=8)(x), small(x))
 
 

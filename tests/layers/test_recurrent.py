@@ -197,3 +197,25 @@ def test_wrong_use():
     for mode in MODES:
         with pytest.raises(ValueError, match="expects 6 channels, got 5"):
             Recurrent(2, 3, 4, 3, mode=mode)(torch.zeros(1, 5, 4, 4))
+
+
+# Other kinds of derivative, and what inference gives back.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_mode_derivatives(mode, randomise):
+    module = randomise(Recurrent(2, 3, 4, 3, mode=mode)).eval().requires_grad_(False)
+    x, tangent = (torch.randn(2, 6, 5, 4, dtype=torch.float64) for _ in range(2))
+    _, got = torch.func.jvp(module, (x,), (tangent,))
+    step = 1e-6
+    expected = (module(x + step * tangent) - module(x - step * tangent)) / (2 * step)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_output_of_inference_may_take_part_in_training(randomise):
+    module = randomise(Recurrent(2, 3, 4, 3)).eval()
+    with torch.no_grad():
+        features = module(torch.randn(1, 6, 5, 4, dtype=torch.float64))
+    weight = torch.ones(4, 1, 1, dtype=torch.float64, requires_grad=True)
+    (features * weight).sum().backward()
+    torch.testing.assert_close(weight.grad.flatten(), features.sum(dim=(0, 2, 3)))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,18 +20,13 @@ from recnets.deploy.int8 import to_int8
 from recnets.deploy.liveness import peak_bytes
 from recnets.deploy.onnx import Session, graph_of, to_onnx
 from recnets.deploy.optimize import optimize
+from recnets.deploy.turns import Build, time_in_turns
 from recnets.deploy.unrolled import TRANSITIONS
 from recnets.layers import Recurrent
-from recnets.models import RecNet
+from recnets.models import RecNet, load_weights, save_weights
 from recnets.models.squeezed import recurrent_modules
 
-# A turn is that many runs, the first of which are not timed: threads of the way before still spin for a while.
-TURN, SETTLE, PAUSE = 12, 4, 0.02
-# A turn is quiet if other processes took at most this share of a core; the clock of the system counts in hundredths.
-QUIET = 0.15
 PLAIN = "plain modules"
-
-Run = Callable[[Tensor], Tensor]
 
 
 class PlainRecurrent(nn.Module):
@@ -53,7 +47,8 @@ class PlainRecurrent(nn.Module):
             for norm, part in zip(self.norms, getattr(crc.norm, name).detach().split(crc.s_out), strict=True):
                 getattr(norm, name).data.copy_(part)
         self.relu = nn.ReLU()
-        self.transition = module.transition
+        self.transition = copy.deepcopy(module.transition)
+        self.transition.conv.weight = nn.Parameter(module.transition.conv.weight.detach().contiguous())
 
     @staticmethod
     def _conv(weight: Tensor) -> nn.Conv2d:
@@ -145,28 +140,28 @@ def bench(
 ) -> list[Timing]:
     """Time a picture at a time, in PyTorch (plain, as it is, optimized), ONNX Runtime and, if installed, OpenVINO.
 
-    `repeats` is the least number of timed runs of each way. All ways take turns. Ways with more parallel regions wait
-    more on a busy machine, so turns in which other processes ran are left out if enough others come within
-    `patience` seconds. `compile` adds the optimized model through `torch.compile`, which takes minutes.
+    `repeats` is the least number of timed runs of each way. All ways take turns, each in its own process. Ways with
+    more parallel regions wait more on a busy machine, so turns in which other processes ran are left out if enough
+    others come within `patience` seconds. `compile` adds the optimized model through `torch.compile`, which takes
+    minutes.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with torch.inference_mode(False), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-            x = torch.randn(1, int(model.in_channels), *image_size)  # type: ignore[arg-type]
-            files = onnx_files(model.eval(), image_size)
-            ways = _in_pytorch(model, image_size, compile)
-            ways.update({way: Session(content, threads) for way, content in files.items()})
-            weigh = {way: len(content) for way, content in files.items()}
-            for way, content in files.items():
-                if has_openvino() and way != "ONNX 8 bits":
-                    path, name = Path(folder) / f"{len(weigh)}.xml", way.replace("ONNX", "OpenVINO")
-                    weigh[name] = openvino.write_openvino(content, path)
-                    ways[name] = openvino.Session(path, threads)
-            found = _time(ways, x, repeats, patience)
-    finally:
-        torch.set_num_threads(before)
-    reference = statistics.median(found[PLAIN][0])
+    with torch.inference_mode(False), torch.no_grad(), tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = onnx_files(model.eval(), image_size)
+        builds = _in_pytorch(model, folder, image_size, compile)
+        weigh: dict[str, int] = {}
+        for way, content in files.items():
+            path = folder / f"{len(weigh)}.onnx"
+            path.write_bytes(content)
+            builds[way] = partial(Session, str(path), threads)
+            weigh[way] = len(content)
+        for way in [way for way in files if has_openvino() and way != "ONNX 8 bits"]:
+            path, name = folder / f"{len(weigh)}.xml", way.replace("ONNX", "OpenVINO")
+            weigh[name] = openvino.write_openvino(files[way], path)
+            builds[name] = partial(openvino.Session, path, threads)
+        shape = (1, int(model.in_channels), *image_size)  # type: ignore[arg-type]
+        found = time_in_turns(builds, shape, threads=threads, repeats=repeats, patience=patience)
+    reference = statistics.median(found[PLAIN][1])
     live = {way: peak_bytes(content) for way, content in files.items()}
     return [
         Timing(
@@ -178,61 +173,22 @@ def bench(
             live.get(way, 0),
             others,
         )
-        for way, (taken, others) in found.items()
+        for way, (others, taken) in found.items()
     ]
 
 
-def _in_pytorch(model: nn.Module, image_size: tuple[int, int], compile: bool) -> dict[str, Run]:
-    ways: dict[str, Run] = {PLAIN: model}
+def _loaded(weights: Path, written: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return written(load_weights(weights)[0].eval())
+
+
+def _in_pytorch(model: nn.Module, folder: Path, image_size: tuple[int, int], compile: bool) -> dict[str, Build]:
+    """The ways in PyTorch: the weights from a file, then what is made of the model."""
+    weights = folder / "model.safetensors"
+    save_weights(weights, model, {})
+    made: dict[str, Callable[[nn.Module], nn.Module]] = {PLAIN: nn.Module.eval}
     if isinstance(model, RecNet):
-        ways = {PLAIN: plain(model), "RecNet": model}
-    ways["optimized"] = optimize(model, image_size=image_size)
+        made = {PLAIN: plain, "RecNet": nn.Module.eval}  # type: ignore[dict-item]
+    made["optimized"] = partial(optimize, image_size=image_size)
     if compile:
-        ways["optimized, compiled"] = optimize(model, image_size=image_size, compile=True)
-    return ways
-
-
-def _busy_seconds() -> float | None:
-    """CPU time that all processes of this machine have used, where the system tells."""
-    try:
-        first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()
-        return (sum(map(int, first[1:4])) + sum(map(int, first[6:9]))) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        return None
-
-
-def _turn(run: Run, x: Tensor) -> tuple[list[float], float]:
-    """(seconds of the timed runs, share of a core that other processes took meanwhile)."""
-    time.sleep(PAUSE)
-    taken = []
-    began, own, all_ = time.perf_counter(), time.process_time(), _busy_seconds()
-    for i in range(TURN):
-        start = time.perf_counter()
-        run(x)
-        if i >= SETTLE:
-            taken.append(time.perf_counter() - start)
-    wall, own, after = time.perf_counter() - began, time.process_time() - own, _busy_seconds()
-    others = 0.0 if all_ is None or after is None else max(0.0, after - all_ - own) / wall
-    return taken, others
-
-
-def _time(ways: dict[str, Run], x: Tensor, repeats: int, patience: float) -> dict[str, tuple[list[float], float]]:
-    """Of each way, the seconds of its runs in the quietest turns, and the share of a core that others took in them.
-
-    Turns go on until every way had enough quiet ones, or for `patience` seconds.
-    """
-    for run in ways.values():
-        run(x)  # chooses kernels, compiles
-    turns: dict[str, list[tuple[float, list[float]]]] = {way: [] for way in ways}
-    need = -(-repeats // (TURN - SETTLE))
-    end = time.perf_counter() + patience
-
-    def quiet(way: str) -> int:
-        return sum(others <= QUIET for others, _ in turns[way])
-
-    while min(len(t) for t in turns.values()) < need or (min(map(quiet, turns)) < need and time.perf_counter() < end):
-        for way, run in ways.items():
-            taken, others = _turn(run, x)
-            turns[way].append((others, taken))
-    best = {way: sorted(t, key=lambda turn: turn[0])[: max(need, quiet(way))] for way, t in turns.items()}
-    return {way: ([s for _, taken in t for s in taken], max(o for o, _ in t)) for way, t in best.items()}
+        made["optimized, compiled"] = partial(optimize, image_size=image_size, compile=True)
+    return {way: partial(_loaded, weights, written) for way, written in made.items()}

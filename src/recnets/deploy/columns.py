@@ -1,7 +1,7 @@
 """A Recurrent module as matrix products: the neighbourhoods of all pixels in rows, times [W_x, W_h].
 
-On the small maps of late stages a general matrix product is faster than a convolution, for which the library lays the
-weights out anew at every call, and the copy that gathers the neighbourhoods is small.
+A picture at a time, a general matrix product is faster than a convolution, of which the library prepares each call
+anew, and the copy that gathers the neighbourhoods is small.
 """
 
 from __future__ import annotations
@@ -17,15 +17,25 @@ PIXELS = 1024
 
 
 class ColumnRecurrent(FastRecurrent):
-    """`FastRecurrent` in mode "stream", every step but the first a product of gathered neighbourhoods."""
+    """`FastRecurrent` in mode "stream", every step but the first as products of gathered neighbourhoods.
 
-    def __init__(self, module: Recurrent, scale: str) -> None:
+    With `mode` "columns" a pixel's k×k neighbours are gathered, for one product. With "rows" only the k in its line
+    are, a k-th of the copy: z = Σ_j g_j·W_j over the k lines of the kernel, where the g_j are one gathered map, moved
+    by j lines.
+    """
+
+    def __init__(self, module: Recurrent, mode: str, scale: str) -> None:
         super().__init__(module, "stream", scale)
         if not self.possible(module):
             raise ValueError(f"only kernels of one size with padding_mode='zeros' can be gathered, got {module.crc!r}")
-        self.size = module.crc.weight_h.shape[-1]
-        # (k·k·(s_in + s_out), s_out), in the order in which a neighbourhood is gathered
-        self.weights = [(w.permute(2, 3, 1, 0).reshape(-1, self.s_out).contiguous(),) for (w,) in self.weights]
+        self.size = k = module.crc.weight_h.shape[-1]
+        self.lines = k if mode == "columns" else 1
+        # of each step (or once): k / lines matrices, (lines·k·(s_in + s_out), s_out), in the order of gathering
+        self.weights = [self._matrices(w) for (w,) in self.weights]
+        self.scales, self.shifts = ([v.flatten() for v in vectors] for vectors in (self.scales, self.shifts))
+
+    def _matrices(self, weight: Tensor) -> tuple[Tensor, ...]:
+        return weight.permute(2, 3, 1, 0).reshape(self.size // self.lines, -1, self.s_out).contiguous().unbind(0)
 
     @staticmethod
     def possible(module: Recurrent) -> bool:
@@ -42,28 +52,53 @@ class ColumnRecurrent(FastRecurrent):
 
     def _some(self, x: Tensor) -> Tensor:
         n, _, height, width = x.shape
-        k, c, r = self.size, self.s_in + self.s_out, self.size // 2
+        # Gathered lines below a picture's last serve its last pixels; as pixels of their own they are not looked at.
+        tall = height + self.size - self.lines
+        total = x.new_empty(n * tall * width, self.start.shape[0])
+        with torch.inference_mode():  # a good part of the work otherwise is keeping books for gradients
+            self._sum_into(total, x, tall)
+        y = total.view(n, tall, width, -1).narrow(1, 0, height)
+        return self.expand(channels_last(y.permute(0, 3, 1, 2)))
+
+    def _sum_into(self, total: Tensor, x: Tensor, tall: int) -> None:
+        """relu(Σ_i h_i·A_i + start) in `total`, (N·tall·W, c_out)."""
+        n, _, height, width = x.shape
+        k, c, r, lines = self.size, self.s_in + self.s_out, self.size // 2, self.lines
         padded = x.new_zeros(n, height + 2 * r, width + 2 * r, c)
         inner = padded.narrow(1, r, height).narrow(2, r, width)
         place_x, place_h = inner.split([self.s_in, self.s_out], dim=3)
         image, line, pixel, _ = padded.stride()
-        windows = padded.as_strided((n, height, width, k, k * c), (image, line, pixel, line, 1))
+        windows = padded.as_strided((n, tall, width, lines, k * c), (image, line, pixel, line, 1))
         gathered = torch.empty_like(windows, memory_format=torch.contiguous_format)
-        rows = gathered.view(n * height * width, k * k * c)
+        rows = gathered.view(n * tall * width, lines * k * c)
+        count = len(rows) - (k - lines) * width
+        moved = [rows.narrow(0, j * width, count) for j in range(k // lines)]
+        h = x.new_zeros(len(rows), self.s_out)
+        states, z = h.view(n, tall, width, self.s_out).narrow(1, 0, height), h.narrow(0, 0, count)
         segments = x.permute(0, 2, 3, 1).split(self.s_in, dim=3)
-        h = self._step(0, x[:, : self.s_in], None).permute(0, 2, 3, 1)
-        z = h.reshape(-1, self.s_out)  # a view: h is in channels-last order
-        states = z.view(n, height, width, self.s_out)
-        total = torch.addmm(self.start, z, self.matrices[0])
+        states.copy_(self._first(x[:, : self.s_in]).permute(0, 2, 3, 1))
+        torch.addmm(self.start, h, self.matrices[0], out=total)
         for i in range(1, self.d):
             place_x.copy_(segments[i])
             place_h.copy_(states)
             gathered.copy_(windows)
+            weights = self.weights[i - 1 if self.folded else 0]
             if self.folded:
-                torch.addmm(self.shifts[i], rows, self.weights[i - 1][0], out=z)
+                torch.addmm(self.shifts[i], moved[0], weights[0], out=z)
             else:
-                torch.mm(rows, self.weights[0][0], out=z)
-                torch.addcmul(self.shifts[i].flatten(), z, self.scales[i].flatten(), out=z)
+                torch.mm(moved[0], weights[0], out=z)
+            for g_j, w_j in zip(moved[1:], weights[1:], strict=True):
+                z.addmm_(g_j, w_j)
+            if not self.folded:
+                torch.addcmul(self.shifts[i], z, self.scales[i], out=z)
             z.relu_()
-            total.addmm_(z, self.matrices[i])
-        return self.expand(total.relu_().view(n, height, width, -1).permute(0, 3, 1, 2))
+            total.addmm_(h, self.matrices[i])
+        total.relu_()
+
+    def _first(self, x_0: Tensor) -> Tensor:
+        """h_0, (N, s_out, H, W): there is no state to gather yet."""
+        bias = self.shifts[0] if self.folded else None
+        z = torch.conv2d(channels_last(x_0), self.first, bias, padding=self.size // 2)
+        if not self.folded:
+            z = torch.addcmul(self.shifts[0][:, None, None], z, self.scales[0][:, None, None])
+        return z.relu_()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import statistics
 import time
 from typing import Any
 
@@ -22,7 +23,8 @@ from recnets.layers import Recurrent
 from recnets.models import RecNet
 from recnets.utils import choose
 
-MODES = ("auto", "stream", "concat", "columns")
+MODES = ("auto", "stream", "concat", "columns", "rows")
+PRODUCTS = ("columns", "rows")
 SCALES = ("auto", "folded", "shared")
 ROUNDS = 9
 
@@ -33,14 +35,16 @@ def supported(module: Recurrent) -> bool:
 
 
 def written(module: Recurrent, mode: str, scale: str) -> FastRecurrent:
-    """The module in one of the ways to run it; where "columns" cannot be, "stream"."""
-    if mode == "columns" and ColumnRecurrent.possible(module):
-        return ColumnRecurrent(module, scale)
-    return FastRecurrent(module, "stream" if mode == "columns" else mode, scale)
+    """The module in one of the ways to run it; where neighbourhoods cannot be gathered, "stream"."""
+    if mode not in PRODUCTS:
+        return FastRecurrent(module, mode, scale)
+    return (
+        ColumnRecurrent(module, mode, scale) if ColumnRecurrent.possible(module) else written(module, "stream", scale)
+    )
 
 
 def _fastest(module: Recurrent, x: Tensor, modes: list[str], scales: list[str]) -> FastRecurrent:
-    """The fastest of the ways to run a module on this machine, by the best of interleaved runs."""
+    """The fastest of the ways to run a module on this machine, by the median of interleaved runs."""
     ways = [written(module, mode, scale) for mode, scale in itertools.product(modes, scales)]
     if len(ways) == 1:
         return ways[0]
@@ -51,8 +55,8 @@ def _fastest(module: Recurrent, x: Tensor, modes: list[str], scales: list[str]) 
             way(x)
             if round_:  # the first run chooses kernels
                 taken.append(time.perf_counter() - start)
-    best = [min(taken) for taken in seconds]  # what else the machine does only ever adds time
-    return ways[best.index(min(best))]
+    typical = [statistics.median(taken) for taken in seconds]
+    return ways[typical.index(min(typical))]
 
 
 def optimize(
@@ -69,8 +73,8 @@ def optimize(
     Args:
         model: a RecNet, or any other model of this package (which gets channels-last order only). It stays as it is.
         image_size: the pictures for which the ways to run a layer are timed; any other size works too.
-        mode: "stream", "concat" or "columns" (matrix products, good on small maps), or "auto" for what is fastest in
-            each layer on this machine. A compiler does better with the first two.
+        mode: "stream" or "concat" (convolutions), "columns" or "rows" (matrix products, see `ColumnRecurrent`), or
+            "auto" for what is fastest in each layer on this machine. A compiler does better with the first two.
         scale: "folded", "shared" or "auto" likewise; see `FastRecurrent`. "folded" with d large costs memory.
         compile: also `torch.compile` it, with `compile_options`.
 

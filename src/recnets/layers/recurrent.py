@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from recnets.layers.crc import CRC, check_input
 from recnets.layers.norm import norm_of
 from recnets.layers.transition import TransitionBlock
+from recnets.ops import dispatch
 from recnets.ops import torch as plain
+from recnets.ops.norm import Norm
 from recnets.utils import choose
 
 MODES = ("auto", "concat", "stream")
@@ -46,24 +50,22 @@ class Recurrent(nn.Module):
         return F.max_pool2d(out, 2) if pool else out
 
     def _needs_grad(self, x: Tensor) -> bool:
+        if forward_ad._current_level >= 0:  # tangents pass through what no backward pass needs
+            return True
         return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
 
     def _stream(self, x: Tensor) -> Tensor:
         """y = Σ_i h_i ⊛ A_i, then BN and ReLU."""
         crc = self.crc
         check_input(x, crc.d * crc.s_in, f"Recurrent with {crc}")
-        norm = norm_of(self.transition.norm)
-        # A_0, A_1, …, each (s_out, c_out)
-        matrices = self.transition.conv.weight.view(-1, crc.d, crc.s_out).permute(1, 2, 0).unbind(0)
+        norm, own = norm_of(self.transition.norm), crc.step_norm()
         in_place = not self._needs_grad(x)
+        eager = in_place and not torch.compiler.is_compiling()  # a compiler plans its buffers itself
+        if eager and not norm.batch_statistics and not (own is not None and own.batch_statistics):
+            return self._infer(x, own, norm)
         total: Tensor | None = None
-        hidden = plain.steps(
-            *(x, crc.weight_x, crc.weight_h, crc.bias, crc.step_norm(), crc.recurrence),
-            overwrite=in_place and not torch.compiler.is_compiling(),  # a compiler plans its buffers itself
-        )
-        for h, matrix in zip(hidden, matrices, strict=True):
-            pixels = h.permute(0, 2, 3, 1).reshape(-1, crc.s_out)  # a view: h is in channels-last order
-            a_i = matrix if matrix.dtype == h.dtype else matrix.to(h.dtype)
+        for h, matrix in zip(self._steps(x, own, overwrite=eager), self._matrices(), strict=True):
+            pixels, a_i = _pixels(h), matrix.to(h.dtype)
             if total is None:
                 total = pixels @ a_i
             elif in_place:
@@ -72,9 +74,38 @@ class Recurrent(nn.Module):
                 total = torch.addmm(total, pixels, a_i)
             del h, pixels  # the next step need not keep them
         assert total is not None
-        folded = in_place and not norm.batch_statistics
-        if folded:  # scaling the sum costs one pass, scaling the A_i would copy them all
-            scale, shift = norm.affine()
+        return norm.apply(_maps(total, x)).relu_()
+
+    def _infer(self, x: Tensor, own: Norm | None, norm: Norm) -> Tensor:
+        """The same in evaluation, with nothing as wide as the sum beside it."""
+        n, _, height, width = x.shape
+        total = x.new_empty(n * height * width, self.transition.c_out, dtype=dispatch.compute_dtype(x))
+        beta = 0  # what is in it at first is not part of the sum
+        # A picture at a time, keeping books for gradients that no one asked for is a good part of the work.
+        with torch.inference_mode():
+            for h, a_i in zip(self._steps(x, own, overwrite=True), self._matrices(), strict=True):
+                total.addmm_(_pixels(h), a_i if a_i.dtype == h.dtype else a_i.to(h.dtype), beta=beta)
+                beta = 1
+                del h  # the next step need not keep it
+            scale, shift = norm.affine()  # scaling the sum costs one pass, scaling the A_i would copy them all
             torch.addcmul(shift, total, scale, out=total).relu_()
-        y = total.unflatten(0, (x.shape[0], x.shape[2], x.shape[3])).permute(0, 3, 1, 2)
-        return y if folded else norm.apply(y).relu_()
+        return _maps(total, x)
+
+    def _steps(self, x: Tensor, norm: Norm | None, *, overwrite: bool) -> Iterator[Tensor]:
+        """h_0, h_1, …, each (N, s_out, H, W)."""
+        crc = self.crc
+        return plain.steps(x, crc.weight_x, crc.weight_h, crc.bias, norm, crc.recurrence, overwrite=overwrite)
+
+    def _matrices(self) -> tuple[Tensor, ...]:
+        """A_0, A_1, …, each (s_out, c_out)."""
+        return self.transition.conv.weight.view(-1, self.crc.d, self.crc.s_out).permute(1, 2, 0).unbind(0)
+
+
+def _pixels(h: Tensor) -> Tensor:
+    """(N, C, H, W) in channels-last order as the rows of a matrix, (N·H·W, C), without a copy."""
+    return h.permute(0, 2, 3, 1).reshape(-1, h.shape[1])
+
+
+def _maps(rows: Tensor, like: Tensor) -> Tensor:
+    """(N·H·W, C) as (N, C, H, W) in channels-last order."""
+    return rows.unflatten(0, (like.shape[0], like.shape[2], like.shape[3])).permute(0, 3, 1, 2)

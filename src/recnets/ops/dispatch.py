@@ -72,7 +72,8 @@ def cannot_run(x: Tensor, norm: Norm | None, widest: int) -> str | None:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """What a convolution of x computes in: autocast's dtype where that is on."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    cast = not x.is_meta and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if cast else x.dtype
 
 
 def _chosen(backend: str, reason: str | None) -> bool:
