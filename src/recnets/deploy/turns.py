@@ -45,7 +45,7 @@ def _turn(run: Run, x: Tensor) -> Turn:
     time.sleep(PAUSE)
     for _ in range(SETTLE):
         run(x)
-    taken = []
+    taken: list[float] = []
     began, own, all_ = time.perf_counter(), time.process_time(), _busy_seconds()
     while len(taken) < TIMED or time.perf_counter() < began + SECONDS:
         start = time.perf_counter()
