@@ -15,8 +15,11 @@ def norm_of(module: nn.BatchNorm1d | nn.BatchNorm2d, calls: int = 1) -> Norm:
 
     Counts the batches in training, as the module's own forward would.
     """
+    tensors = (module.running_mean, module.running_var, module.weight, module.bias)
+    if not module.training:
+        return Norm(*tensors, batch_statistics=tensors[0] is None, momentum=0.0, eps=module.eps)
     momentum = module.momentum
-    if module.training and module.num_batches_tracked is not None:
+    if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(calls)
         if momentum is None:  # torch's cumulative average
             if calls > 1:
@@ -26,19 +29,11 @@ def norm_of(module: nn.BatchNorm1d | nn.BatchNorm2d, calls: int = 1) -> Norm:
                 )
             momentum = 1.0 / float(module.num_batches_tracked)
     group = None
-    synchronised = module.training and isinstance(module, SyncBatchNorm1d | SyncBatchNorm2d | nn.SyncBatchNorm)
+    synchronised = isinstance(module, SyncBatchNorm1d | SyncBatchNorm2d | nn.SyncBatchNorm)
     if synchronised and dist.is_available() and dist.is_initialized():
         group = getattr(module, "process_group", None) or dist.group.WORLD
-    return Norm(
-        mean=module.running_mean,
-        var=module.running_var,
-        weight=module.weight,
-        bias=module.bias,
-        batch_statistics=module.training or module.running_mean is None,
-        momentum=0.0 if momentum is None else momentum,
-        eps=module.eps,
-        group=group,
-    )
+    momentum = 0.0 if momentum is None else momentum
+    return Norm(*tensors, batch_statistics=True, momentum=momentum, eps=module.eps, group=group)
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):

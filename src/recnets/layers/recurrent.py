@@ -83,11 +83,12 @@ class Recurrent(nn.Module):
         beta = 0  # what is in it at first is not part of the sum
         # A picture at a time, keeping books for gradients that no one asked for is a good part of the work.
         with torch.inference_mode():
+            scale, shift = norm.affine()
             for h, a_i in zip(self._steps(x, own, overwrite=True), self._matrices(), strict=True):
                 total.addmm_(_pixels(h), a_i if a_i.dtype == h.dtype else a_i.to(h.dtype), beta=beta)
                 beta = 1
                 del h  # the next step need not keep it
-            scale, shift = norm.affine()  # scaling the sum costs one pass, scaling the A_i would copy them all
+            # Scaling the sum costs one pass, scaling the A_i would copy them all.
             torch.addcmul(shift, total, scale, out=total).relu_()
         return _maps(total, x)
 
