@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from recnets.deploy.columns import ColumnRecurrent
 from recnets.deploy.fast import FastRecurrent, FastStem
+from recnets.deploy.packed import PackedRecurrent
 from recnets.layers import Recurrent
 from recnets.models import RecNet
 from recnets.utils import choose
 
-MODES = ("auto", "stream", "concat", "columns", "rows")
+MODES = ("auto", "stream", "concat", "columns", "rows", "packed")
 PRODUCTS = ("columns", "rows")
 SCALES = ("auto", "folded", "shared")
 ROUNDS = 9
@@ -35,12 +36,12 @@ def supported(module: Recurrent) -> bool:
 
 
 def written(module: Recurrent, mode: str, scale: str) -> FastRecurrent:
-    """The module in one of the ways to run it; where neighbourhoods cannot be gathered, "stream"."""
-    if mode not in PRODUCTS:
-        return FastRecurrent(module, mode, scale)
-    return (
-        ColumnRecurrent(module, mode, scale) if ColumnRecurrent.possible(module) else written(module, "stream", scale)
-    )
+    """The module in one of the ways to run it; "stream" where neighbourhoods or weights cannot be laid out for it."""
+    if mode in PRODUCTS and ColumnRecurrent.possible(module):
+        return ColumnRecurrent(module, mode, scale)
+    if mode == "packed" and PackedRecurrent.possible(module):
+        return PackedRecurrent(module, scale)
+    return FastRecurrent(module, "concat" if mode == "concat" else "stream", scale)
 
 
 def _fastest(module: Recurrent, x: Tensor, modes: list[str], scales: list[str]) -> FastRecurrent:

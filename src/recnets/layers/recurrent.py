@@ -42,8 +42,13 @@ class Recurrent(nn.Module):
         self.transition = TransitionBlock(d * s_out, c_out, backend=self.crc.backend)
 
     def forward(self, x: Tensor, pool: bool = False) -> Tensor:
+        grad = self._needs_grad(x)
+        if x.is_cuda and self.mode != "concat" and not grad and not self.training:
+            fused = self._fused(x, pool)
+            if fused is not None:
+                return fused
         # An explicit backend="triton" never falls back, and the kernels give all hidden states.
-        whole = self._needs_grad(x) or self.crc.backend == "triton"
+        whole = grad or self.crc.backend == "triton"
         if self.mode == "concat" or (self.mode == "auto" and whole):
             return self.transition(self.crc(x), pool=pool)
         out = self._stream(x)
@@ -53,6 +58,16 @@ class Recurrent(nn.Module):
         if forward_ad._current_level >= 0:  # tangents pass through what no backward pass needs
             return True
         return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
+
+    def _fused(self, x: Tensor, pool: bool) -> Tensor | None:
+        """The whole module by one kernel, where there is one."""
+        crc, conv = self.crc, self.transition.conv
+        check_input(x, crc.d * crc.s_in, f"Recurrent with {crc}")
+        norms = crc.step_norm(), norm_of(self.transition.norm)
+        return dispatch.recurrent_eval(
+            x, crc.weight_x, crc.weight_h, norms[0], conv.weight.flatten(1), norms[1], crc.recurrence,
+            backend=crc.backend, pool=pool,
+        )  # fmt: skip
 
     def _stream(self, x: Tensor) -> Tensor:
         """y = Σ_i h_i ⊛ A_i, then BN and ReLU."""

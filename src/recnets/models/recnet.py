@@ -37,7 +37,10 @@ class Stem(nn.Module):
         nn.init.kaiming_normal_(self.conv.weight, nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        return dispatch.norm_relu(self.conv(x), norm_of(self.norm), backend=self.backend)
+        conv, norm = self.conv, norm_of(self.norm)
+        if type(conv) is not nn.Conv2d or _hooked(conv):
+            return dispatch.norm_relu(conv(x), norm, backend=self.backend)
+        return dispatch.stem(x, conv.weight, conv.bias, norm, backend=self.backend)
 
 
 def _halves(pool: nn.Module) -> bool:
@@ -197,8 +200,8 @@ class RecNet(nn.Module):
         return last(x)
 
     def _pooled(self, stage: nn.Module, x: Tensor) -> Tensor:
-        """A stage, then pooling; in training its last module pools, which is faster, unless a hook would notice."""
-        if self.training and _halves(self.pool) and type(stage) is nn.Sequential and len(stage) == 2:
+        """A stage, then pooling; where kernels may run its last module pools, unless a hook would notice."""
+        if (self.training or x.is_cuda) and _halves(self.pool) and type(stage) is nn.Sequential and len(stage) == 2:
             first, second = stage
             if isinstance(second, Recurrent) and not any(
                 _hooked(module) for module in (stage, second, second.transition, self.pool)

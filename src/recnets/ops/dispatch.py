@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recnets.ops import torch as plain
+from recnets.ops.cuda import inference
 from recnets.ops.norm import Norm
 from recnets.ops.torch import Recurrence
 
@@ -24,6 +25,7 @@ AVAILABLE = importlib.util.find_spec("triton") is not None and (INTERPRETED or t
 if AVAILABLE:
     from recnets.ops.triton import batch_norm as fused_norm
     from recnets.ops.triton import op as fused
+    from recnets.ops.triton import stem as fused_stem
 
 LARGEST_S_OUT = 128
 _log = logging.getLogger("recnets")
@@ -123,6 +125,32 @@ def crc(
     return h
 
 
+def recurrent_eval(
+    x: Tensor, weight_x: Tensor, weight_h: Tensor, norm: Norm | None, matrix: Tensor, last: Norm, r: Recurrence, *,
+    backend: str = "auto", pool: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """A CRC layer and its transition in evaluation by one kernel, where that can run, else None.
+
+    (N, d·s_in, H, W) -> (N, c_out, H, W), with `pool` its 2×2 maxima; matrix: the transition's, (c_out, d·s_out).
+    """
+    if (
+        backend == "torch" or not x.is_cuda or torch.compiler.is_compiling()
+    ):  # a compiler would trace the choice of plan
+        return None
+    s_out, s_in, kernel_x, _ = weight_x.shape
+    for n in (norm, last):
+        if n is None or n.batch_statistics or any(t is None for t in (n.mean, n.var, n.weight, n.bias)):
+            return None
+    if missing_kernel(r, kernel_x, weight_h.shape[-1], s_in, s_out) is not None:
+        return None
+    x = x.to(compute_dtype(x))
+    if not inference.supports(x, inference.module_of(x.permute(0, 2, 3, 1), weight_x, weight_h, matrix, r.d, pool)):
+        return None
+    assert norm is not None
+    steps, after = ((n.weight, n.bias, n.mean, n.var, n.eps) for n in (norm, last))
+    return inference.recurrent_eval(x, weight_x, weight_h, *steps, matrix, *after, r.d, pool)
+
+
 def norm_relu(y: Tensor, norm: Norm, *, backend: str = "auto", pool: bool = False) -> Tensor:
     """ReLU(BN(y)) of a whole map, (N, C, H, W) -> the same, with `pool` its 2×2 maxima; fused in training."""
     able = norm.batch_statistics and backend != "torch" and cannot_run(y, norm, y.shape[1]) is None
@@ -136,6 +164,26 @@ def norm_relu(y: Tensor, norm: Norm, *, backend: str = "auto", pool: bool = Fals
     out, sums = operator(y, norm.weight, norm.bias, norm.eps)
     _update(sums, norm, y)
     return out
+
+
+def stem(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, *, backend: str = "auto") -> Tensor:
+    """ReLU(BN(x ⊛ W)) of a picture by a 3×3 kernel, (N, C, H, W) -> (N, c_out, H, W)."""
+    dtype = compute_dtype(x)
+    grad = torch.is_grad_enabled()
+    able = backend != "torch" and (x.is_cuda or (INTERPRETED and backend == "triton")) and weight[0].numel() <= 27
+    able = able and dtype in (torch.float16, torch.bfloat16) and not (grad and x.requires_grad)
+    if not able or cannot_run(x, norm, weight.shape[0]) is not None:
+        return norm_relu(plain.conv(x, weight, bias), norm, backend=backend)
+    matrix = weight.permute(0, 2, 3, 1).flatten(1)
+    folded = not norm.batch_statistics and not grad
+    if folded:
+        scale, shift = norm.affine()
+        matrix = matrix * scale[:, None]
+        bias = shift if bias is None else torch.addcmul(shift, bias, scale)
+    rows = fused_stem.neighbours(x, dtype)
+    matrix = torch.nn.functional.pad(matrix.to(dtype), (0, fused_stem.WIDTH - matrix.shape[1]))
+    y = torch.nn.functional.linear(rows, matrix, None if bias is None else bias.to(dtype)).permute(0, 3, 1, 2)
+    return y.relu_() if folded else norm_relu(y, norm, backend=backend)
 
 
 def _update(sums: Tensor, norm: Norm, x: Tensor) -> None:

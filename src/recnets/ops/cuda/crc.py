@@ -11,28 +11,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from recnets.ops.cuda import nvrtc, plan
+from recnets.ops.cuda import kernels, nvrtc, plan
+from recnets.ops.cuda.kernels import multiprocessors
 from recnets.ops.cuda.plan import Layer, cdiv
 
 COPIES = 4  # of the sums, see common.cuh
-
-
-@cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-@cache
-def _capable(index: int) -> bool:
-    """Tensor cores with bfloat16 and asynchronous copies, enough shared memory, and NVRTC."""
-    properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip is not None or properties.major < 9:
-        return False
-    try:
-        nvrtc.compile_source("", f"sm_{properties.major}{properties.minor}", [])
-    except (OSError, RuntimeError):
-        return False
-    return bool(getattr(properties, "shared_memory_per_block_optin", 0) >= plan.SHARED)
 
 
 def layer_of(rows: Tensor, weight_x: Tensor, weight_h: Tensor, d: int) -> Layer:
@@ -42,9 +25,9 @@ def layer_of(rows: Tensor, weight_x: Tensor, weight_h: Tensor, d: int) -> Layer:
 
 def supports(x: Tensor, layer: Layer) -> bool:
     """Is there a plan for every kernel of this layer on this device?"""
-    if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16) or not _capable(x.get_device()):
+    if not kernels.takes(x):
         return False
-    count = _multiprocessors(x.get_device())
+    count = multiprocessors(x.get_device())
     return (
         plan.step("forward", layer, count) is not None
         and plan.step("backward", layer, count) is not None
@@ -54,31 +37,23 @@ def supports(x: Tensor, layer: Layer) -> bool:
     )
 
 
-def _source(name: str, x: Tensor, defines: dict[str, int]) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
-    """(files, constants) of a kernel for x's dtype."""
-    shared_code = {"pack": ("half.cuh",), "add_parts": ()}.get(name, ("half.cuh", "common.cuh"))
-    return (*shared_code, f"{name}.cu"), tuple(sorted({**defines, "FP16": int(x.dtype == torch.float16)}.items()))
-
-
 def _kernel(name: str, x: Tensor, defines: dict[str, int], shared: int) -> nvrtc.Kernel:
-    files, constants = _source(name, x, defines)
-    return nvrtc.kernel(files, name, constants, shared, x.get_device())
+    return kernels.kernel(name, x.dtype, x.get_device(), defines, shared)
 
 
 @cache
 def _prepare(layer: Layer, dtype: torch.dtype, index: int) -> None:
     """Start compiling what the backward pass will need, while the forward pass is compiled and runs."""
-    like = torch.empty(0, dtype=dtype, device=torch.device("cuda", index))
-    backward = plan.step("backward", layer, _multiprocessors(index))
+    backward = plan.step("backward", layer, multiprocessors(index))
     grad = plan.weight_grad(layer, layer.so, layer.kh, True)
     if backward is not None:
-        nvrtc.binary(*_source("backward", like, backward.defines(layer)), index)
+        kernels.compile_ahead("backward", dtype, index, backward.defines(layer))
     if grad is not None:
-        nvrtc.binary(*_source("weight_grad", like, grad.defines(layer, layer.so, layer.kh, 1)), index)
+        kernels.compile_ahead("weight_grad", dtype, index, grad.defines(layer, layer.so, layer.kh, 1))
 
 
-class _Job(ctypes.Structure):
-    """`Job` of pack.cu."""
+class Job(ctypes.Structure):
+    """`Job` of pack.cuh."""
 
     _fields_ = (
         ("w", ctypes.c_void_p), ("out", ctypes.c_void_p),
@@ -89,7 +64,7 @@ class _Job(ctypes.Structure):
 
 
 def pack(weights: tuple[Tensor, Tensor], blocks: tuple[int, int], like: Tensor, *, transposed: bool) -> list[Tensor]:
-    """Two kernels (c_out, c_in, k, k) in the order of pack.cu, `blocks` outputs together.
+    """Two kernels (c_out, c_in, k, k) in the order of pack.cuh, `blocks` outputs together.
 
     `transposed` gives those of the gradient's convolution.
     """
@@ -102,7 +77,7 @@ def pack(weights: tuple[Tensor, Tensor], blocks: tuple[int, int], like: Tensor, 
         kept.append(weight.detach().float())
         strides = (kept[-1].stride(0), kept[-1].stride(1), kept[-1].stride(3))
         pointers = (kept[-1].data_ptr(), packed[-1].data_ptr())
-        jobs.append(_Job(*pointers, *strides, size, channels, outputs, k * k, nb, int(transposed)))
+        jobs.append(Job(*pointers, *strides, size, channels, outputs, k * k, nb, int(transposed)))
     kernel = _kernel("pack", like, {"THREADS": 256}, 0)
     kernel((cdiv(max(job.total for job in jobs), 256), 2, 1), *jobs)
     return packed
@@ -143,7 +118,7 @@ class Sums:
 def _grid(kernel: nvrtc.Kernel, chosen: plan.Plan, layer: Layer, device: int) -> tuple[int, int, int]:
     """Blocks of a cooperative launch: one for every tile and split, no more than the device holds at once."""
     splits = layer.so // chosen.nb
-    most = kernel.resident() * _multiprocessors(device) // splits
+    most = kernel.resident() * multiprocessors(device) // splits
     if chosen.single and chosen.tile.count(layer) > most:
         raise RuntimeError(f"{kernel.name} needs {chosen.tile.count(layer) * splits} blocks at once for {layer}")
     return min(chosen.tile.count(layer), most) * splits, 1, 1
@@ -154,7 +129,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(h, z, sums): rows of hidden states and of pre-activations, and Σz and Σz² as (2, d, s_out)."""
     device = x.get_device()
-    chosen = plan.step("forward", layer, _multiprocessors(device))
+    chosen = plan.step("forward", layer, multiprocessors(device))
     assert chosen is not None
     _prepare(layer, x.dtype, device)
     kernel = _kernel("forward", x, chosen.defines(layer), chosen.shared)
@@ -174,7 +149,7 @@ def backward(
     beta: Tensor, layer: Layer, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dW_x, dW_h, the sums (2, d, s_out) that are the gradients of β and γ)."""
-    device, count = x.get_device(), _multiprocessors(x.get_device())
+    device, count = x.get_device(), multiprocessors(x.get_device())
     chosen = plan.step("backward", layer, count)
     assert chosen is not None
     kernel = _kernel("backward", x, chosen.defines(layer), chosen.shared)
@@ -224,7 +199,7 @@ def _weight_grad(
         return torch.zeros(1, taps, channels, layer.so, dtype=torch.float32, device=a.device), None
     kernel = _kernel("weight_grad", a, chosen.defines(layer, channels, size, lag), chosen.shared)
     steps = layer.d - (0 if chosen.x else lag)
-    resident = kernel.resident() * _multiprocessors(a.get_device())
+    resident = kernel.resident() * multiprocessors(a.get_device())
     blocks = max(1, min(chosen.tile.count(layer) * steps, resident // (chosen.blocks[0] * chosen.blocks[1])))
     parts = torch.empty(blocks, taps, channels, layer.so, dtype=torch.float32, device=a.device)
     parts_x = parts.new_empty(blocks, taps, layer.si, layer.so) if x is not None else None

@@ -185,6 +185,9 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
             copy_wait<0>();
             __syncthreads();
             if (!SINGLE && t != first_tile) convolve<SI, KX, COLUMNS_X, PITCH_X, PAIRS>(acc, corners_x, my_wx);
+            // The next step's x comes during the convolution: what is under way at the arrival delays it.
+            if (SINGLE && i + 1 < D) copy_tile<HALO_X, SI, PITCH_X>(xs, x + (i + 1) * SI, D * SI, tile, batch);
+            copy_commit();
             if (i > 0) convolve<SO, KH, COLUMNS_H, PITCH_H, PAIRS>(acc, corners_h, my_wh);
             u16* out = z + (size_t)tile.first * (D * SO) + i * SO + channel;
             put(acc, sum, squares, zs, out, tile.count);
@@ -193,8 +196,8 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
                 put_own(out, zs, D * SO, tile.count);
             }
         }
-        if (!SINGLE) tile = tile_at(first_tile, batch);
-        if (i + 1 < D) {
+        if (!SINGLE && i + 1 < D) {
+            tile = tile_at(first_tile, batch);
             copy_tile<HALO_X, SI, PITCH_X>(xs, x + (i + 1) * SI, D * SI, tile, batch);
             copy_commit();
         }

@@ -31,3 +31,8 @@ __device__ __forceinline__ float relu(float v) {
     asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(out) : "f"(v));
     return out;
 }
+__device__ __forceinline__ float larger(float a, float b) {
+    float out;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
+    return out;
+}

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ from recnets.utils import atomic_write
 FOLDER = Path(__file__).parent
 _log = logging.getLogger("recnets")
 SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+PORTABLE_CLUSTER = 8
 
 
 @cache
@@ -75,18 +78,39 @@ def compile_source(source: str, arch: str, defines: Sequence[str]) -> bytes:
     return binary.raw
 
 
-class Kernel:
-    """A compiled kernel of a device."""
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute with a cluster's shape: an enum, padded to 8 bytes, and a union of 64."""
 
-    def __init__(self, binary: bytes, name: str, threads: int, shared: int) -> None:
-        self.threads, self.shared = threads, shared
+    _fields_ = (
+        ("id", ctypes.c_int), ("padding", ctypes.c_char * 4),
+        ("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint), ("rest", ctypes.c_char * 52),
+    )  # fmt: skip
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid_x", ctypes.c_uint), ("grid_y", ctypes.c_uint), ("grid_z", ctypes.c_uint),
+        ("block_x", ctypes.c_uint), ("block_y", ctypes.c_uint), ("block_z", ctypes.c_uint),
+        ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+class Kernel:
+    """A compiled kernel of a device, launched in clusters of `cluster` blocks."""
+
+    def __init__(self, binary: bytes, name: str, threads: int, shared: int, cluster: int = 1) -> None:
+        self.name, self.threads, self.shared, self.cluster = name, threads, shared, cluster
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         driver = _driver()
         _check(driver.cuModuleLoadData(ctypes.byref(self._module), binary), f"loading {name}")
         _check(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), name)
         if shared > 48 * 1024:
             _check(driver.cuFuncSetAttribute(self._function, SHARED_LIMIT, shared), f"{shared} bytes for {name}")
-        self.name = name
+        if cluster > PORTABLE_CLUSTER:
+            _check(driver.cuFuncSetAttribute(self._function, LARGE_CLUSTERS, 1), f"clusters of {cluster} for {name}")
 
     def resident(self) -> int:
         """Blocks that a multiprocessor holds at once."""
@@ -95,13 +119,29 @@ class Kernel:
         _check(query(ctypes.byref(found), self._function, self.threads, ctypes.c_size_t(self.shared)), self.name)
         return found.value
 
+    @cached_property
+    def clusters_at_once(self) -> int:
+        """Clusters that the device holds at once."""
+        found = ctypes.c_int()
+        config = self._config((self.cluster, 1, 1), 0)
+        query = _driver().cuOccupancyMaxActiveClusters
+        _check(query(ctypes.byref(found), self._function, ctypes.byref(config)), f"clusters of {self.name}")
+        return found.value
+
+    def _config(self, grid: tuple[int, int, int], stream: int) -> _Config:
+        attribute = _Attribute(CLUSTER_DIMENSION, b"", self.cluster, 1, 1, b"")
+        return _Config(*grid, self.threads, 1, 1, self.shared, stream, ctypes.pointer(attribute), 1)
+
     def __call__(self, grid: tuple[int, int, int], *args: Any, cooperative: bool = False) -> None:
         """Launch on the current stream. Arguments: tensors, ints (C int), floats (C float) or ctypes values."""
         values = [_value(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        shape = (*grid, self.threads, 1, 1, self.shared, stream, pointers)
-        if cooperative:
+        stream = torch.cuda.current_stream().cuda_stream
+        shape = (*grid, self.threads, 1, 1, self.shared, ctypes.c_void_p(stream), pointers)
+        if self.cluster > 1:
+            config = self._config(grid, stream)
+            status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
+        elif cooperative:
             status = _driver().cuLaunchCooperativeKernel(self._function, *shape)
         else:
             status = _driver().cuLaunchKernel(self._function, *shape, None)
@@ -156,9 +196,9 @@ def binary(files: tuple[str, ...], defines: tuple[tuple[str, int], ...], index: 
 
 
 @cache
-def kernel(files: tuple[str, ...], name: str, defines: tuple[tuple[str, int], ...], shared: int, index: int) -> Kernel:
-    """Kernel `name` of these files with these constants, for CUDA device `index`."""
-    constants = dict(defines)
-    threads = constants.get("THREADS") or 32 * constants["WM"] * constants["WN"]
+def kernel(
+    files: tuple[str, ...], defines: tuple[tuple[str, int], ...], name: str, shared: int, index: int, cluster: int = 1
+) -> Kernel:
+    """Kernel `name` of these files with these constants (THREADS is one), for CUDA device `index`."""
     with torch.cuda.device(index):
-        return Kernel(binary(files, defines, index).result(), name, threads, shared)
+        return Kernel(binary(files, defines, index).result(), name, dict(defines)["THREADS"], shared, cluster)

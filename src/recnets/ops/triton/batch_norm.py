@@ -3,6 +3,8 @@
 A map is a CRC of one step without convolutions, so the row functions of the step kernels serve here with D = 1.
 `norm_relu_pool_train` ends in 2×2 max pooling: only the pooled map is written, and the backward pass finds the maxima
 anew. BN comes first: where its weight is negative, the largest output is that of the smallest input.
+
+Where the CUDA kernels can run, each way is one launch of theirs instead.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recnets.ops.cuda import norm_relu as cuda
 from recnets.ops.triton import backward as bwd
 from recnets.ops.triton import forward as fwd
 from recnets.ops.triton.op import Sums, map_of, rows_block, rows_of
@@ -189,6 +192,11 @@ def window_block(channels: int) -> tuple[int, int]:
     return padded, max(1, block // 4)
 
 
+def _by_cuda(rows: Tensor, pool: bool) -> bool:
+    """Do the CUDA kernels run? They add statistics in any order, so not where determinism is asked for."""
+    return not torch.are_deterministic_algorithms_enabled() and cuda.supports(rows, pool)
+
+
 def _sums(rows: Tensor) -> Sums:
     """Σy and Σy² of (N, H, W, C) over the pixels."""
     channels = rows.shape[3]
@@ -205,6 +213,9 @@ def _sums(rows: Tensor) -> Sums:
 def norm_relu_train(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """ReLU(BN(y)) with batch statistics: (N, C, H, W) -> the same, and sums (2, 1, C): Σy and Σy²."""
     rows = rows_of(y)
+    if _by_cuda(rows, False):
+        out, total = cuda.forward(rows, gamma, beta, eps, False)
+        return map_of(out), total
     n, height, width, channels = rows.shape
     pixels = n * height * width
     padded, block = rows_block(channels)
@@ -228,6 +239,9 @@ def norm_relu_train_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradient of y, and of (β, γ) as (2, 1, C)."""
     g, rows = rows_of(g), rows_of(y)
+    if _by_cuda(rows, False):
+        dy, total = cuda.backward(g, rows, sums, gamma, beta, eps, False)
+        return map_of(dy), total
     n, height, width, channels = rows.shape
     pixels = n * height * width
     padded, block = rows_block(channels)
@@ -256,6 +270,9 @@ def _fake_backward(
 def norm_relu_pool_train(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """2×2 maxima of ReLU(BN(y)): (N, C, H, W) -> (N, C, H // 2, W // 2), and sums (2, 1, C): Σy and Σy²."""
     rows = rows_of(y)
+    if _by_cuda(rows, True):
+        out, total = cuda.forward(rows, gamma, beta, eps, True)
+        return map_of(out), total
     n, height, width, channels = rows.shape
     padded, block = window_block(channels)
     sums = _sums(rows)
@@ -280,6 +297,9 @@ def norm_relu_pool_train_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradient of y, and of (β, γ) as (2, 1, C). Of equal maxima the first takes the gradient, as in PyTorch."""
     g, rows = rows_of(g), rows_of(y)
+    if _by_cuda(rows, True):
+        dy, total = cuda.backward(g, rows, sums, gamma, beta, eps, True)
+        return map_of(dy), total
     n, height, width, channels = rows.shape
     pixels = n * height * width
     shape = (height, width, channels, *window_block(channels))

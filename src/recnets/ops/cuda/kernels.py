@@ -1,0 +1,63 @@
+"""Which files make which kernel, and what a device must have to run them."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from recnets.ops.cuda import nvrtc, plan
+
+FILES = {
+    "add_parts": ("add_parts.cu",),
+    "pack": ("half.cuh", "pack.cuh", "pack.cu"),
+    "prepare": ("half.cuh", "pack.cuh", "prepare.cu"),
+    "norm_relu_forward": ("half.cuh", "memory.cuh", "norm_relu.cu"),
+    "norm_relu_backward": ("half.cuh", "memory.cuh", "norm_relu.cu"),
+}
+
+
+@cache
+def multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@cache
+def capable(index: int) -> bool:
+    """Tensor cores with bfloat16 and asynchronous copies, enough shared memory, and NVRTC."""
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None or properties.major < 9:
+        return False
+    try:
+        nvrtc.compile_source("", f"sm_{properties.major}{properties.minor}", [])
+    except (OSError, RuntimeError):
+        return False
+    return bool(getattr(properties, "shared_memory_per_block_optin", 0) >= plan.SHARED)
+
+
+def takes(x: Tensor) -> bool:
+    """Half precision, on a device that can run the kernels."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and capable(x.get_device())
+
+
+def _source(
+    name: str, dtype: torch.dtype, defines: dict[str, int]
+) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+    """(files, constants) of a kernel for a dtype."""
+    files = FILES.get(name, ("half.cuh", "memory.cuh", "common.cuh", f"{name}.cu"))
+    threads = defines.get("THREADS") or 32 * defines["WM"] * defines["WN"]
+    return files, tuple(sorted({**defines, "THREADS": threads, "FP16": int(dtype == torch.float16)}.items()))
+
+
+def kernel(
+    name: str, dtype: torch.dtype, index: int, defines: dict[str, int], shared: int = 0, cluster: int = 1
+) -> nvrtc.Kernel:
+    """Kernel `name` with these constants for CUDA device `index`: `shared` bytes a block, blocks in clusters."""
+    return nvrtc.kernel(*_source(name, dtype, defines), name, shared, index, cluster)
+
+
+def compile_ahead(name: str, dtype: torch.dtype, index: int, defines: dict[str, int]) -> Future[bytes]:
+    """Start compiling what will be needed, in the background."""
+    return nvrtc.binary(*_source(name, dtype, defines), index)
