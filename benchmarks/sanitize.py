@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from common import RESULTS, context, file_name, origin
-from recnets.layers import CRC
+from recnets.layers import CRC, Recurrent
 from recnets.ops import dispatch, naive
 from recnets.ops.norm import Norm
 from recnets.utils import atomic_write
@@ -40,6 +40,7 @@ SHAPES: list[Shape] = [
     (3, 5, 4, 12, 48, 3, 3, 1),
     (2, 9, 6, 16, 64, 2, 1, 3),
     (1, 4, 6, 32, 128, 2, 3, 3),
+    (1100, 4, 4, 4, 16, 2, 3, 3),  # more tiles than multiprocessors
 ]
 BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
@@ -87,6 +88,21 @@ def drive_norm(shape: Shape, dtype: torch.dtype, device: str, backend: str, pool
     return error(out.detach(), expected)
 
 
+def drive_recurrent(shape: Shape, dtype: torch.dtype, device: str, backend: str) -> float:
+    """A Recurrent module in evaluation, with pooling; the error of its output."""
+    n, height, width, s_in, s_out, d, kernel_x, kernel_h = shape
+    options = {"kernel_x": kernel_x, "kernel_h": kernel_h}
+    module = Recurrent(s_in, s_out, 2 * s_out, d, backend=backend, **options).to(device).eval()
+    exact = Recurrent(s_in, s_out, 2 * s_out, d, backend="torch", **options).eval()
+    exact.load_state_dict(module.state_dict())
+    x = torch.randn(n, d * s_in, height, width).to(dtype)
+    with torch.no_grad():
+        half = dtype != torch.float32
+        with torch.autocast(device, dtype=dtype, enabled=half and device == "cuda"):
+            out = module(x.to(device) if half and device == "cuda" else x.float().to(device), pool=True)
+        return error(out, exact.double()(x.double(), pool=True))
+
+
 def drive(backend: str, device: str, shapes: Sequence[Shape]) -> int:
     """All kernels on all shapes; 1 where an output is wrong."""
     torch.backends.cudnn.allow_tf32 = False
@@ -97,7 +113,7 @@ def drive(backend: str, device: str, shapes: Sequence[Shape]) -> int:
             continue  # the kernels differ only in how they add sums
         torch.manual_seed(0)
         torch.use_deterministic_algorithms(deterministic)
-        errors = [drive_crc(shape, dtype, device, backend)]
+        errors = [drive_crc(shape, dtype, device, backend), drive_recurrent(shape, dtype, device, backend)]
         errors += [drive_norm(shape, dtype, device, backend, pool) for pool in (False, True)]
         if device == "cuda":
             torch.cuda.synchronize()

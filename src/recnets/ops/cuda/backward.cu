@@ -87,6 +87,52 @@ __device__ __forceinline__ void make_dz(u32 to, const u16* m, const u16* z, u16*
     }
 }
 
+// With PREFETCH m_i and z_i are fetched into registers while the tile before is convolved.
+struct NextTile {
+    static constexpr int SLOTS = slots_of(HALO), LOADERS = THREADS / CHUNKS, EACH = (SLOTS + LOADERS - 1) / LOADERS;
+    uint4 v[EACH], y[EACH];
+
+    __device__ __forceinline__ void fetch(const u16* m, const u16* z, int i, const Tile& tile, int batch) {
+        const int c = threadIdx.x % CHUNKS * 8, loader = threadIdx.x / CHUNKS;
+        const u16* from_m = m + (size_t)tile.first * SO + c;
+        const u16* from_z = z + (size_t)tile.first * (D * SO) + i * SO + c;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            const int slot = loader + e * LOADERS;
+            int pixel;
+            bool inside;
+            v[e] = y[e] = make_uint4(0, 0, 0, 0);
+            if (loader < LOADERS && slot < SLOTS && pixel_of<HALO>(slot, tile, batch, pixel, inside)) {
+                v[e] = load_fresh(from_m + (long)pixel * SO);
+                y[e] = load_fresh(from_z + (long)pixel * (D * SO));
+            }
+        }
+    }
+    __device__ __forceinline__ void make_dz(u32 to, u16* dz, const float* coefficients, int i, int channel,
+                                            const Tile& tile, int batch) {
+        const int c = threadIdx.x % CHUNKS * 8, loader = threadIdx.x / CHUNKS;
+        if (loader >= LOADERS) return;
+        const bool mine = c >= channel && c < channel + NB;
+        float a[8], b[8], k[8];
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+            a[e] = coefficients[c + e], b[e] = coefficients[SO + c + e], k[e] = coefficients[2 * SO + c + e];
+        u16* out = dz + (size_t)tile.first * (D * SO) + i * SO + c;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            const int slot = loader + e * LOADERS;
+            int pixel;
+            bool inside;
+            if (slot >= SLOTS) continue;
+            if (pixel_of<HALO>(slot, tile, batch, pixel, inside)) {
+                v[e] = combine(v[e], y[e], a, b, k);
+                if (mine && inside) *(uint4*)(out + (long)pixel * (D * SO)) = v[e];
+            }
+            store_shared(to + slot * PITCH_H + c * 2, v[e]);
+        }
+    }
+};
+
 // The same where m_i and z_i of the block's own tile and channels are in shared memory; foreign chunks of m_i and z_i
 // are fetched first, those of z_i before the wait.
 struct SingleTile {
@@ -224,6 +270,7 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
     if (DX) copy_block(wx, packed_x + (DX_SPLIT ? (size_t)split * (BYTES_WX / 2) : 0), BYTES_WX);
     Tile tile = tile_at(first_tile, batch);
     SingleTile single;
+    NextTile next;
     if (SINGLE) single.place(channel, tile);
     for (int i = D - 1; i >= -1; i--) {  // step -1 only makes dz_0 and dx_0
         float sum[NT][2] = {}, products[NT][2] = {};
@@ -239,9 +286,11 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
                 if (SINGLE || t == first_tile) {
                     await(counters + i + 1);
                     if (SINGLE) single.fetch_m(masked + ((i + 1) & 1) * plane, tile);
+                    if (PREFETCH) next.fetch(masked + ((i + 1) & 1) * plane, z, i + 1, tile, batch);
                     norm_grad(coefficients, sums, grad_sums, gamma, beta, i + 1, pixels, eps);
                 }
                 if (SINGLE) single.make_dz(hs, ms, zs, dz, coefficients, i + 1, channel, tile);
+                else if (PREFETCH) next.make_dz(hs, dz, coefficients, i + 1, channel, tile, batch);
                 else make_dz(hs, masked + ((i + 1) & 1) * plane, z, dz, coefficients, i + 1, channel, tile, batch);
             }
             __syncthreads();
@@ -251,6 +300,8 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
                 fetch_own(zs, z + at, D * SO, tile.count);
             }
             copy_commit();
+            if (PREFETCH && i < D - 1 && t + tile_stride < tiles)
+                next.fetch(masked + ((i + 1) & 1) * plane, z, i + 1, tile_at(t + tile_stride, batch), batch);
             float acc[MT][NT][4] = {};
 #pragma unroll
             for (int m = 0; m < MT; m++)

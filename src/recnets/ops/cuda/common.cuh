@@ -2,7 +2,8 @@
 //
 // Shapes are compile-time constants, given by -D: H, W (map), D (steps), SI, SO (channels of a segment and of a state),
 // IMAGES x ROWS x W (the tile: whole images, or rows of one image), NB (output channels a block), MT x NT (tiles of
-// 16 pixels and of 8 channels a warp), WM x WN (warps), SINGLE (one tile a block), FP16 (else bfloat16).
+// 16 pixels and of 8 channels a warp), WM x WN (warps), SINGLE (one tile a block) or else PREFETCH (the next tile is
+// fetched while one is convolved), FP16 (else bfloat16).
 //
 // Maps are rows of channels: pixel p = (n*H + y)*W + x, channel c of step i at p*(D*S) + i*S + c. The pixels of a tile
 // follow each other in memory.

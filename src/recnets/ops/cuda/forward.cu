@@ -71,6 +71,48 @@ __device__ __forceinline__ void activate(u32 to, const u16* z, u16* h, const flo
     }
 }
 
+// With PREFETCH z_i is fetched into registers while the tile before is convolved.
+struct NextTile {
+    static constexpr int SLOTS = slots_of(HALO_H), LOADERS = THREADS / CHUNKS, EACH = (SLOTS + LOADERS - 1) / LOADERS;
+    uint4 v[EACH];
+
+    __device__ __forceinline__ void fetch(const u16* z, int i, const Tile& tile, int batch) {
+        const int c = threadIdx.x % CHUNKS * 8, loader = threadIdx.x / CHUNKS;
+        const u16* from = z + (size_t)tile.first * (D * SO) + i * SO + c;
+#pragma unroll
+        for (int k = 0; k < EACH; k++) {
+            const int slot = loader + k * LOADERS;
+            int pixel;
+            bool inside;
+            v[k] = make_uint4(0, 0, 0, 0);
+            if (loader < LOADERS && slot < SLOTS && pixel_of<HALO_H>(slot, tile, batch, pixel, inside))
+                v[k] = load_fresh(from + (long)pixel * (D * SO));
+        }
+    }
+    __device__ __forceinline__ void activate(u32 to, u16* h, const float* scale, const float* shift, int i, int channel,
+                                             const Tile& tile, int batch) {
+        const int c = threadIdx.x % CHUNKS * 8, loader = threadIdx.x / CHUNKS;
+        if (loader >= LOADERS) return;
+        const bool mine = c >= channel && c < channel + NB;
+        float s[8], t[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++) s[k] = scale[c + k], t[k] = shift[c + k];
+        u16* out = h + (size_t)tile.first * (D * SO) + i * SO + c;
+#pragma unroll
+        for (int k = 0; k < EACH; k++) {
+            const int slot = loader + k * LOADERS;
+            int pixel;
+            bool inside;
+            if (slot >= SLOTS) continue;
+            if (pixel_of<HALO_H>(slot, tile, batch, pixel, inside)) {
+                v[k] = sigma(v[k], s, t);
+                if (mine && inside) *(uint4*)(out + (long)pixel * (D * SO)) = v[k];
+            }
+            store_shared(to + slot * PITCH_H + c * 2, v[k]);
+        }
+    }
+};
+
 // The same where z_i of the block's own tile and channels is in shared memory, `zs`; foreign chunks are fetched first.
 struct SingleTile {
     static constexpr int COUNT = foreign_of(HALO_H), EACH = COUNT ? (COUNT + THREADS - 1) / THREADS : 1;
@@ -161,32 +203,47 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
     copy_tile<HALO_X, SI, PITCH_X>(xs, x, D * SI, tile, batch);
     copy_commit();
     SingleTile single;
+    NextTile next;
     for (int i = 0; i < D; i++) {
         float sum[NT][2] = {}, squares[NT][2] = {};
         for (int t = first_tile; t < tiles; t += tile_stride) {
+            const bool first = SINGLE || t == first_tile;
             float acc[MT][NT][4] = {};
-            if (SINGLE || t == first_tile) {  // the part of x before the wait
+            if (!SINGLE) tile = tile_at(t, batch);
+            if (first) {  // the part of x before the wait
                 copy_wait<0>();
                 __syncthreads();
                 convolve<SI, KX, COLUMNS_X, PITCH_X, PAIRS>(acc, corners_x, my_wx);
                 if (i > 0) {
                     await(counters + i - 1);
                     if (SINGLE) single.fetch(z, i - 1, channel, tile);
+                    if (PREFETCH) next.fetch(z, i - 1, tile, batch);
                     affine(scale, shift, sums, gamma, beta, i - 1, pixels, eps);
                 }
-            }
-            if (!SINGLE) tile = tile_at(t, batch);
-            if (!SINGLE && t != first_tile) {
+            } else if (!PREFETCH) {
                 copy_tile<HALO_X, SI, PITCH_X>(xs, x + i * SI, D * SI, tile, batch);
                 copy_commit();
             }
-            if (i > 0 && SINGLE) single.activate(hs, zs, h, scale, shift, i - 1, channel, tile);
-            if (i > 0 && !SINGLE) activate<HALO_H, true>(hs, z, h, scale, shift, i - 1, channel, tile, batch);
+            if (i > 0) {
+                if (SINGLE) single.activate(hs, zs, h, scale, shift, i - 1, channel, tile);
+                else if (PREFETCH) next.activate(hs, h, scale, shift, i - 1, channel, tile, batch);
+                else activate<HALO_H, true>(hs, z, h, scale, shift, i - 1, channel, tile, batch);
+            }
             copy_wait<0>();
             __syncthreads();
-            if (!SINGLE && t != first_tile) convolve<SI, KX, COLUMNS_X, PITCH_X, PAIRS>(acc, corners_x, my_wx);
-            // The next step's x comes during the convolution: what is under way at the arrival delays it.
+            if (!first) {
+                convolve<SI, KX, COLUMNS_X, PITCH_X, PAIRS>(acc, corners_x, my_wx);
+                if (PREFETCH) __syncthreads();
+            }
+            // What comes next arrives during the convolution: copies that are under way at the arrival would delay it.
             if (SINGLE && i + 1 < D) copy_tile<HALO_X, SI, PITCH_X>(xs, x + (i + 1) * SI, D * SI, tile, batch);
+            if (PREFETCH) {
+                const bool more = t + tile_stride < tiles;
+                const Tile following = tile_at(more ? t + tile_stride : first_tile, batch);
+                if (more || i + 1 < D)
+                    copy_tile<HALO_X, SI, PITCH_X>(xs, x + (more ? i : i + 1) * SI, D * SI, following, batch);
+                if (more && i > 0) next.fetch(z, i - 1, following, batch);
+            }
             copy_commit();
             if (i > 0) convolve<SO, KH, COLUMNS_H, PITCH_H, PAIRS>(acc, corners_h, my_wh);
             u16* out = z + (size_t)tile.first * (D * SO) + i * SO + channel;
@@ -196,7 +253,7 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
                 put_own(out, zs, D * SO, tile.count);
             }
         }
-        if (!SINGLE && i + 1 < D) {
+        if (!SINGLE && !PREFETCH && i + 1 < D) {
             tile = tile_at(first_tile, batch);
             copy_tile<HALO_X, SI, PITCH_X>(xs, x + (i + 1) * SI, D * SI, tile, batch);
             copy_commit();

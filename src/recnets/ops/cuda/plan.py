@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 SHARED = 227 * 1024  # bytes a block may take on compute capability 9; smaller devices give less
 MOST_WARPS = 8
+FETCH_REGISTERS = 110  # a thread's sums and what it fetches ahead may take so many; with more, the compiler spills
 
 
 def cdiv(a: int, b: int) -> int:
@@ -73,11 +74,12 @@ class Plan(NamedTuple):
     dx: int = 0  # backward: channels of dx a block computes, padded to 16; 0 where another launch does it
     dx_tiles: int = 0  # of 8 of these channels, a warp
     dx_split: bool = False  # the blocks of a tile share the channels of dx out
+    prefetch: bool = False  # the next tile is fetched while one is convolved
 
     def defines(self, layer: Layer) -> dict[str, int]:
         return {
             "SINGLE": int(self.single), "DX": self.dx, "DX_TILES": self.dx_tiles,
-            "DX_SPLIT": int(self.dx_split),
+            "DX_SPLIT": int(self.dx_split), "PREFETCH": int(self.prefetch),
             "H": layer.h, "W": layer.w, "D": layer.d, "SI": layer.si, "SO": layer.so, "KX": layer.kx, "KH": layer.kh,
             "IMAGES": self.tile.images, "ROWS": self.tile.rows, "NB": self.nb, "WM": self.wm, "WN": self.wn,
             "MT": self.mt, "NT": self.nt, "RESIDENT": self.resident,
@@ -145,34 +147,41 @@ def _along(layer: Layer, nb: int, wn: int) -> tuple[int, int, bool]:
     return round_up(8 * tiles * wn, 16), tiles, split
 
 
+def fetched_registers(name: str, layer: Layer, tile: Tile, threads: int) -> int:
+    """Of a thread, for its part of a tile's z, in the backward pass of m and z: `NextTile` of the kernels."""
+    loads = cdiv(tile.slots(layer, layer.kh), threads // (layer.so // 8))
+    return (4 if name == "forward" else 8) * loads
+
+
 def plan_of(
-    name: str, layer: Layer, tile: Tile, nb: int, shape: tuple[int, int, int, int], resident: int, multiprocessors: int
+    name: str, layer: Layer, tile: Tile, nb: int, shape: tuple[int, int, int, int], multiprocessors: int
 ) -> Plan | None:
     """The plan with these choices, or None where it does not fit."""
-    along = _along(layer, nb, shape[1]) if name == "backward" else (0, 0, False)
-    if _shared(name, layer, tile, nb, shape[0], along[0]) > SHARED // resident - 1024 * (resident - 1):
+    wm, wn, mt, nt = shape
+    along = _along(layer, nb, wn) if name == "backward" else (0, 0, False)
+    if _shared(name, layer, tile, nb, wm, along[0]) > SHARED:
         along = (0, 0, False)
-    shared = _shared(name, layer, tile, nb, shape[0], along[0])
-    if shared > SHARED // resident - 1024 * (resident - 1):
+    shared = _shared(name, layer, tile, nb, wm, along[0])
+    if shared > SHARED:
         return None
-    single = tile.count(layer) * (layer.so // nb) <= resident * multiprocessors
-    return Plan(tile, nb, *shape, resident, shared, single, *along)
+    single = tile.count(layer) * (layer.so // nb) <= multiprocessors
+    registers = 4 * mt * (nt + along[1]) + fetched_registers(name, layer, tile, 32 * wm * wn)
+    return Plan(tile, nb, *shape, 1, shared, single, *along, prefetch=not single and registers <= FETCH_REGISTERS)
 
 
 def _candidate(name: str, layer: Layer, tile: Tile, nb: int, multiprocessors: int) -> tuple[float, Plan] | None:
     """A plan with this tile and its cost, by a rough model of a step: pixels a multiprocessor has to go through."""
-    blocks = tile.count(layer) * (layer.so // nb)
-    # Two blocks a multiprocessor overlap each other's loads and products, where there are tiles enough for both; they
-    # have half the registers each.
-    half = warps(tile.pixels(layer), nb, largest=8) if blocks > 3 * multiprocessors else None
-    shape = warps(tile.pixels(layer), nb)
-    plan = plan_of(name, layer, tile, nb, half, 2, multiprocessors) if half else None
-    plan = plan or (plan_of(name, layer, tile, nb, shape, 1, multiprocessors) if shape else None)
-    if plan is None:
+    shapes = [warps(tile.pixels(layer), nb, largest=largest) for largest in (16, 8, 4)]
+    plans = [plan_of(name, layer, tile, nb, shape, multiprocessors) for shape in shapes if shape]
+    found = [plan for plan in plans if plan is not None]
+    if not found:
         return None
-    rounds = plan.resident * cdiv(blocks, plan.resident * multiprocessors)
-    cost = rounds * (tile.pixels(layer) + 0.3 * (tile.slots(layer, layer.kh) - tile.pixels(layer)) + 32)
-    return cost * (0.8 if plan.resident == 2 else 1), plan
+    # Smaller parts of a warp where these leave registers to fetch the next tile.
+    plan = next((plan for plan in found if plan.prefetch), found[0])
+    blocks = tile.count(layer) * (layer.so // nb)
+    halo = tile.slots(layer, layer.kh) - tile.pixels(layer)
+    cost = cdiv(blocks, multiprocessors) * (tile.pixels(layer) + 0.3 * halo + 32)
+    return cost * (0.8 if plan.single else 0.85 if plan.prefetch else 1), plan
 
 
 @cache
