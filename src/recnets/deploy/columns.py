@@ -6,6 +6,8 @@ anew, and the copy that gathers the neighbourhoods is small.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,17 @@ from recnets.layers import Recurrent
 
 # Pictures are taken together up to this many pixels: the gathered rows should stay in the processor's cache.
 PIXELS = 1024
+# A thread takes at least this many rows of a product.
+SHARE = 32
+
+
+def shares(rows: int, like: Tensor) -> int:
+    """In how many equal parts a product of this many rows is best written: one a thread, as a batch of products.
+
+    Threads that share one small product wait for each other much of the time.
+    """
+    threads = torch.get_num_threads() if like.device.type == "cpu" else 1
+    return math.gcd(rows, threads) if rows >= SHARE * threads else 1
 
 
 class ColumnRecurrent(FastRecurrent):
@@ -21,16 +34,17 @@ class ColumnRecurrent(FastRecurrent):
 
     With `mode` "columns" a pixel's k×k neighbours are gathered, for one product. With "rows" only the k in its line
     are, a k-th of the copy: z = Σ_j g_j·W_j over the k lines of the kernel, where the g_j are one gathered map, moved
-    by j lines.
+    by j lines. The weights are there once, and a step's BN scales its result: a product that starts from a vector
+    of shifts takes longer.
     """
 
-    def __init__(self, module: Recurrent, mode: str, scale: str) -> None:
-        super().__init__(module, "stream", scale)
+    def __init__(self, module: Recurrent, mode: str) -> None:
+        super().__init__(module, "stream", "shared")
         if not self.possible(module):
-            raise ValueError(f"only kernels of one size with padding_mode='zeros' can be gathered, got {module.crc!r}")
+            raise ValueError(f"only d > 1 with kernels of one size, zero-padded, can be gathered, got {module.crc!r}")
         self.size = k = module.crc.weight_h.shape[-1]
         self.lines = k if mode == "columns" else 1
-        # of each step (or once): k / lines matrices, (lines·k·(s_in + s_out), s_out), in the order of gathering
+        # k / lines matrices, (lines·k·(s_in + s_out), s_out), in the order of gathering
         self.weights = [self._matrices(w) for (w,) in self.weights]
         self.scales, self.shifts = ([v.flatten() for v in vectors] for vectors in (self.scales, self.shifts))
 
@@ -40,7 +54,7 @@ class ColumnRecurrent(FastRecurrent):
     @staticmethod
     def possible(module: Recurrent) -> bool:
         crc = module.crc
-        return crc.weight_x.shape[-1] == crc.weight_h.shape[-1] and crc.padding_mode == "zeros"
+        return crc.d > 1 and crc.weight_x.shape[-1] == crc.weight_h.shape[-1] and crc.padding_mode == "zeros"
 
     def forward(self, x: Tensor) -> Tensor:
         n, _, height, width = x.shape
@@ -72,33 +86,31 @@ class ColumnRecurrent(FastRecurrent):
         gathered = torch.empty_like(windows, memory_format=torch.contiguous_format)
         rows = gathered.view(n * tall * width, lines * k * c)
         count = len(rows) - (k - lines) * width
-        moved = [rows.narrow(0, j * width, count) for j in range(k // lines)]
-        h = x.new_zeros(len(rows), self.s_out)
-        states, z = h.view(n, tall, width, self.s_out).narrow(1, 0, height), h.narrow(0, 0, count)
+        parts = shares(count, x)
+        moved = [rows.narrow(0, j * width, count).view(parts, -1, lines * k * c) for j in range(k // lines)]
+        # A row's middle is the pixel itself.
+        h = moved[r // lines].narrow(2, (lines * k // 2) * c + self.s_in, self.s_out)
+        z = x.new_empty(len(rows), self.s_out)
+        states = z.view(n, tall, width, self.s_out).narrow(1, 0, height)
+        z_parts, sums = (t.narrow(0, 0, count).view(parts, -1, t.shape[1]) for t in (z, total))
+        matrices = [a.expand(parts, -1, -1) for a in self.matrices]
+        weights = [w.expand(parts, -1, -1) for w in self.weights[0]]
         segments = x.permute(0, 2, 3, 1).split(self.s_in, dim=3)
-        states.copy_(self._first(x[:, : self.s_in]).permute(0, 2, 3, 1))
-        torch.addmm(self.start, h, self.matrices[0], out=total)
+        place_h.copy_(self._first(x[:, : self.s_in]).permute(0, 2, 3, 1))
         for i in range(1, self.d):
             place_x.copy_(segments[i])
-            place_h.copy_(states)
             gathered.copy_(windows)
-            weights = self.weights[i - 1 if self.folded else 0]
-            if self.folded:
-                torch.addmm(self.shifts[i], moved[0], weights[0], out=z)
-            else:
-                torch.mm(moved[0], weights[0], out=z)
+            sums.baddbmm_(h, matrices[i - 1], beta=min(1, i - 1))
+            torch.bmm(moved[0], weights[0], out=z_parts)
             for g_j, w_j in zip(moved[1:], weights[1:], strict=True):
-                z.addmm_(g_j, w_j)
-            if not self.folded:
-                torch.addcmul(self.shifts[i], z, self.scales[i], out=z)
-            z.relu_()
-            total.addmm_(h, self.matrices[i])
-        total.relu_()
+                z_parts.baddbmm_(g_j, w_j)
+            torch.addcmul(self.shifts[i], states, self.scales[i], out=states)
+            if i + 1 < self.d:
+                torch.clamp_min(states, 0, out=place_h)
+        sums.baddbmm_(z_parts.relu_(), matrices[-1])
+        total.add_(self.start).relu_()
 
     def _first(self, x_0: Tensor) -> Tensor:
         """h_0, (N, s_out, H, W): there is no state to gather yet."""
-        bias = self.shifts[0] if self.folded else None
-        z = torch.conv2d(channels_last(x_0), self.first, bias, padding=self.size // 2)
-        if not self.folded:
-            z = torch.addcmul(self.shifts[0][:, None, None], z, self.scales[0][:, None, None])
-        return z.relu_()
+        z = torch.conv2d(channels_last(x_0), self.first, None, padding=self.size // 2)
+        return torch.addcmul(self.shifts[0][:, None, None], z, self.scales[0][:, None, None]).relu_()

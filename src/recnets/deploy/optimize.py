@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from recnets.deploy.columns import ColumnRecurrent
 from recnets.deploy.fast import FastRecurrent, FastStem
-from recnets.deploy.packed import PackedRecurrent
 from recnets.layers import Recurrent
 from recnets.models import RecNet
 from recnets.utils import choose
 
-MODES = ("auto", "stream", "concat", "columns", "rows", "packed")
+MODES = ("auto", "stream", "concat", "columns", "rows")
 PRODUCTS = ("columns", "rows")
 SCALES = ("auto", "folded", "shared")
 ROUNDS = 9
@@ -36,17 +35,16 @@ def supported(module: Recurrent) -> bool:
 
 
 def written(module: Recurrent, mode: str, scale: str) -> FastRecurrent:
-    """The module in one of the ways to run it; "stream" where neighbourhoods or weights cannot be laid out for it."""
-    if mode in PRODUCTS and ColumnRecurrent.possible(module):
-        return ColumnRecurrent(module, mode, scale)
-    if mode == "packed" and PackedRecurrent.possible(module):
-        return PackedRecurrent(module, scale)
-    return FastRecurrent(module, "concat" if mode == "concat" else "stream", scale)
+    """The module in one of the ways to run it; where neighbourhoods cannot be gathered, "stream"."""
+    if mode not in PRODUCTS:
+        return FastRecurrent(module, mode, scale)
+    return ColumnRecurrent(module, mode) if ColumnRecurrent.possible(module) else written(module, "stream", scale)
 
 
 def _fastest(module: Recurrent, x: Tensor, modes: list[str], scales: list[str]) -> FastRecurrent:
     """The fastest of the ways to run a module on this machine, by the median of interleaved runs."""
-    ways = [written(module, mode, scale) for mode, scale in itertools.product(modes, scales)]
+    pairs = itertools.product(modes, scales)
+    ways = [written(module, mode, scale) for mode, scale in pairs if mode not in PRODUCTS or scale == scales[0]]
     if len(ways) == 1:
         return ways[0]
     seconds: list[list[float]] = [[] for _ in ways]
@@ -76,7 +74,8 @@ def optimize(
         image_size: the pictures for which the ways to run a layer are timed; any other size works too.
         mode: "stream" or "concat" (convolutions), "columns" or "rows" (matrix products, see `ColumnRecurrent`), or
             "auto" for what is fastest in each layer on this machine. A compiler does better with the first two.
-        scale: "folded", "shared" or "auto" likewise; see `FastRecurrent`. "folded" with d large costs memory.
+        scale: for convolutions, "folded", "shared" or "auto" likewise; see `FastRecurrent`. "folded" with d large costs
+            memory.
         compile: also `torch.compile` it, with `compile_options`.
 
     The outputs are those of `model.eval()` to float32 rounding.
