@@ -5,15 +5,17 @@
 - concat: `mode="concat"`, what training uses.
 - stream: `mode="stream"`, what inference uses.
 
-All three hold the same weights, and nothing is timed before their outputs agree. Runs are interleaved, so that another
-program on the machine slows all of them alike; a ratio is the median of the ratios of the rounds.
+All three hold the same weights, and nothing is timed before their outputs agree. They take turns, so that another
+program on the machine slows all of them alike. On a CPU each has a process of its own, as for a user who runs only it:
+in one process malloc keeps memory that another way freed, and plain modules, which take and give back the most, look
+faster than they are. There a ratio is one of medians, and `others` is the largest share of a core that other programs
+took meanwhile. On a GPU, or by CPU time, all run in one process, and a ratio is the median of the ratios of the rounds.
 
     python benchmarks/layers.py --model recnet_60_1280 --batches 1 32
 """
 
 from __future__ import annotations
 
-import copy
 import csv
 import io
 import platform
@@ -22,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -31,52 +34,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from modules import NaiveRecurrent
-from recnets import Recurrent, create_model
+from modules import WAYS, forward, forward_backward, network, runner, variant
+from recnets.deploy.turns import TIMED, Turn, time_in_turns
 from recnets.models.profile import peak_live_bytes
 from recnets.utils import atomic_write, git_commit, versions
 
 RESULTS = Path(__file__).parent / "results"
-WAYS = ("naive", "concat", "stream")
-
-
-def variants(model: nn.Module) -> dict[str, nn.Module]:
-    """The same network three ways, with equal weights."""
-    found: dict[str, nn.Module] = {}
-    for way in WAYS:
-        twin = nn.Sequential(copy.deepcopy(model))  # so that the module itself can be replaced
-        for name, module in list(twin.named_modules()):
-            if isinstance(module, Recurrent):
-                if way == "naive":
-                    twin.set_submodule(name, NaiveRecurrent(module))
-                else:
-                    module.mode = way
-        found[way] = twin.to(next(model.parameters()).device)
-    return found
-
-
-def randomise(model: nn.Module) -> None:
-    """Norms as after training, so that a mistake in one of them shows in the outputs."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.normal_(module.bias, std=0.2)
-            assert module.running_mean is not None
-            assert module.running_var is not None
-            nn.init.normal_(module.running_mean, std=0.2)
-            nn.init.uniform_(module.running_var, 0.5, 1.5)
-
-
-def forward(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(x)
-
-
-def forward_backward(model: nn.Module, x: Tensor) -> Tensor:
-    model.zero_grad(set_to_none=True)
-    out = model(x)
-    out.square().mean().backward()
-    return out
 
 
 def check_equal(models: dict[str, nn.Module], work: Callable[[nn.Module, Tensor], Tensor], x: Tensor) -> None:
@@ -119,12 +82,33 @@ class Row:
     speedup_over_naive: float
     peak_live_bytes: int
     peak_over_concat: float
+    others: float
     clock: str
     device: str
     threads: int
     torch: str
     python: str
     commit: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is timed: a network, or the first Recurrent module of a stage of it."""
+
+    title: str
+    model: str
+    stage: int | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to time."""
+
+    rounds: int
+    min_time: float
+    patience: float
+    clock: str
 
 
 def device_name(device: torch.device) -> str:
@@ -138,41 +122,61 @@ def device_name(device: torch.device) -> str:
     return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
-def measure(
-    subject: str, model: nn.Module, x: Tensor, *, train: bool, rounds: int, min_time: float, clock: str
-) -> list[Row]:
+def in_one_process(
+    models: dict[str, nn.Module], work: Callable[[nn.Module, Tensor], Tensor], x: Tensor, effort: Effort
+) -> dict[str, Turn]:
+    repeats = max(1, int(effort.min_time / seconds(work, models["stream"], x, 2)))
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(effort.rounds):
+        for way in WAYS:
+            times[way].append(seconds(work, models[way], x, repeats, effort.clock))
+    return {way: (0.0, taken) for way, taken in times.items()}
+
+
+def measure(subject: Subject, batch: int, device: str, *, train: bool, effort: Effort) -> list[Row]:
     """Time one thing the three ways."""
     work = forward_backward if train else forward
-    models = {way: twin.train(train) for way, twin in variants(model).items()}
+    x = torch.randn(batch, *subject.shape, device=device)
+    models = {way: variant(subject.model, subject.stage, way, train).to(device) for way in WAYS}
     with torch.random.fork_rng():
         check_equal(models, work, x)
-    repeats = max(1, int(min_time / seconds(work, models["stream"], x, 2)))
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(rounds):
-        for way in WAYS:
-            times[way].append(seconds(work, models[way], x, repeats, clock))
+    if x.is_cuda or effort.clock == "cpu":
+        found = in_one_process(models, work, x, effort)
+        naive = found["naive"][1]
+        ratios = {
+            way: statistics.median(n / t for n, t in zip(naive, taken, strict=True))
+            for way, (_, taken) in found.items()
+        }
+    else:
+        found = time_in_turns(
+            {way: partial(runner, subject.model, subject.stage, way, train) for way in WAYS},
+            tuple(x.shape),
+            threads=torch.get_num_threads(),
+            repeats=max(2 * TIMED, int(effort.min_time * effort.rounds / seconds(work, models["stream"], x, 2))),
+            patience=effort.patience,
+        )
+        ratios = {way: statistics.median(found["naive"][1]) / statistics.median(found[way][1]) for way in WAYS}
     peaks = {}
     for way in WAYS:
         with torch.set_grad_enabled(train):
             peaks[way] = peak_live_bytes(models[way], x)
-    found = versions()
+    about = versions()
     return [
         Row(
-            subject=subject,
+            subject=subject.title,
             work="forward+backward" if train else "forward",
-            batch=x.shape[0],
+            batch=batch,
             way=way,
-            milliseconds=round(1e3 * statistics.median(times[way]), 3),
-            speedup_over_naive=round(
-                statistics.median(n / t for n, t in zip(times["naive"], times[way], strict=True)), 3
-            ),
+            milliseconds=round(1e3 * statistics.median(found[way][1]), 3),
+            speedup_over_naive=round(ratios[way], 3),
             peak_live_bytes=peaks[way],
             peak_over_concat=round(peaks[way] / peaks["concat"], 3),
-            clock=clock,
+            others=round(found[way][0], 3),
+            clock=effort.clock,
             device=device_name(x.device),
             threads=torch.get_num_threads(),
-            torch=found["torch"],
-            python=found["python"],
+            torch=about["torch"],
+            python=about["python"],
             commit=git_commit() or "",
         )
         for way in WAYS
@@ -181,7 +185,7 @@ def measure(
 
 def show(rows: list[Row]) -> None:
     table = Table(title=f"{rows[0].device}, {rows[0].threads} threads, {rows[0].clock} time, torch {rows[0].torch}")
-    for heading in ("subject", "work", "batch", "way", "ms", "× naive's speed", "peak live MB", "÷ concat's"):
+    for heading in ("subject", "work", "batch", "way", "ms", "× naive's speed", "peak live MB", "÷ concat's", "others"):
         table.add_column(heading, justify="left" if heading in ("subject", "work", "way") else "right")
     for i, row in enumerate(rows):
         table.add_row(
@@ -190,6 +194,7 @@ def show(rows: list[Row]) -> None:
             f"{row.speedup_over_naive:.2f}",
             f"{row.peak_live_bytes / 1e6:.2f}",
             f"{row.peak_over_concat:.2f}",
+            f"{100 * row.others:.0f} %",
             end_section=i % len(WAYS) == len(WAYS) - 1,
         )
     Console(width=120).print(table)
@@ -213,7 +218,8 @@ def main(
     batches: tuple[int, ...] = (1, 32),
     image_size: int = 32,
     rounds: int = 9,
-    min_time: float = 0.2,
+    min_time: float = 0.1,
+    patience: float = 20.0,
     train: bool = True,
     modules: bool = True,
     threads: int | None = None,
@@ -229,6 +235,7 @@ def main(
         image_size: side of the pictures.
         rounds: rounds of interleaved runs.
         min_time: seconds that one way runs in a round, at least.
+        patience: seconds to wait, for each thing timed, for turns that no other program disturbs (CPU).
         train: time forward+backward too.
         modules: measure the first Recurrent module of each stage on its own too.
         threads: CPU threads; PyTorch's own choice by default.
@@ -236,24 +243,20 @@ def main(
         device: where to run.
         out: folder for the CSV.
     """
-    torch.manual_seed(0)
     if threads is not None:
         torch.set_num_threads(threads)
-    network = create_model(model)
-    randomise(network)
-    network.to(device)
-    subjects: list[tuple[str, nn.Module, tuple[int, ...]]] = [(model, network, (3, image_size, image_size))]
+    subjects = [Subject(model, model, None, (3, image_size, image_size))]
     if modules:
-        for i, stage in enumerate(network.stages):
+        for i, stage in enumerate(network(model).stages):
             crc, side = stage[0].crc, image_size // 2**i
-            name = f"Rec({crc.s_in}, {crc.s_out}, {stage[0].transition.c_out}, {crc.d}) {side}×{side}"
-            subjects.append((name, stage[0], (crc.d * crc.s_in, side, side)))
+            title = f"Rec({crc.s_in}, {crc.s_out}, {stage[0].transition.c_out}, {crc.d}) {side}×{side}"
+            subjects.append(Subject(title, model, i, (crc.d * crc.s_in, side, side)))
+    effort = Effort(rounds, min_time, patience, clock)
     rows: list[Row] = []
-    for name, module, shape in subjects:
+    for subject in subjects:
         for batch in batches:
-            x = torch.randn(batch, *shape, device=device)
             for training in (False, True) if train else (False,):
-                rows += measure(name, module, x, train=training, rounds=rounds, min_time=min_time, clock=clock)
+                rows += measure(subject, batch, device, train=training, effort=effort)
     show(rows)
     print(f"written to {write(rows, out)}")
 

@@ -3,6 +3,7 @@
 import copy
 import csv
 import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -122,3 +123,28 @@ def test_the_network_of_plain_modules_is_the_same_function(script):
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
     assert not any(type(module).__name__ == "Recurrent" for module in naive.modules())
     torch.testing.assert_close(naive.double()(x), model.double()(x))
+
+
+@pytest.mark.slow
+def test_layers_are_timed_in_processes_of_their_own(tmp_path):
+    options = ("--model", "RecNet(2, 2, 3)", "--batches", 1, "--image-size", 4, "--rounds", 1, "--min-time", 0.01)
+    done = run("layers.py", *options, "--patience", 0, "--device", "cpu", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = read(next(tmp_path.glob("layers-*.csv")))
+    subjects = ("RecNet(2, 2, 3)", "Rec(2, 4, 6, 3) 4×4")
+    works = ("forward", "forward+backward")
+    assert [(row["subject"], row["work"], row["way"]) for row in rows] == list(
+        itertools.product(subjects, works, ("naive", "concat", "stream"))
+    )
+    for row in rows:
+        assert float(row["milliseconds"]) > 0
+        assert float(row["others"]) >= 0
+        assert (float(row["speedup_over_naive"]) == 1) or row["way"] != "naive"
+        assert (float(row["peak_over_concat"]) == 1) or row["way"] != "concat"
+
+
+def test_layers_that_differ_are_not_timed(script):
+    layers = script("layers")
+    models = {way: torch.nn.Linear(2, 2) for way in ("naive", "concat", "stream")}
+    with pytest.raises(SystemExit, match="concat differs from naive by .* of the largest output; nothing was timed"):
+        layers.check_equal(models, lambda model, x: model(x), torch.randn(3, 2))
