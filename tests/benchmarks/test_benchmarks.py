@@ -146,5 +146,5 @@ def test_layers_are_timed_in_processes_of_their_own(tmp_path):
 def test_layers_that_differ_are_not_timed(script):
     layers = script("layers")
     models = {way: torch.nn.Linear(2, 2) for way in ("naive", "concat", "stream")}
-    with pytest.raises(SystemExit, match="concat differs from naive by .* of the largest output; nothing was timed"):
+    with pytest.raises(SystemExit, match=r"concat differs from naive by .* of the largest output; nothing was timed"):
         layers.check_equal(models, lambda model, x: model(x), torch.randn(3, 2))
