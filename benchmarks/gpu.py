@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from common import RESULTS, context, file_name, write_csv
 from modules import as_modules
-from recnets import CRC, create_model
+from recnets import CRC, Recurrent, create_model
 from recnets.ops import dispatch, naive
 from recnets.ops.norm import Norm
 
@@ -75,6 +75,17 @@ def check_norm(dtype: torch.dtype, pool: bool) -> float:
     return _errors(out, F.max_pool2d(expected, 2) if pool else expected, actual, exact)
 
 
+def check_inference(shape: tuple[int, ...], dtype: torch.dtype, pool: bool) -> float:
+    """The relative error of a Recurrent module's output in evaluation against itself in float64."""
+    n, side, s_in, s_out, d = shape
+    module = Recurrent(s_in, s_out, 5 * s_out, d).cuda().eval()
+    x = torch.randn(n, d * s_in, side, side, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
+            out = module(x, pool=pool)
+        return rms(out, module.double()(x.double(), pool=pool))
+
+
 def _errors(out: Tensor, expected: Tensor, actual: list[Tensor], exact: list[Tensor]) -> float:
     grad = torch.randn_like(expected).to(out.dtype)
     out.backward(grad)
@@ -95,6 +106,7 @@ def check() -> bool:
     for dtype, bound in BOUNDS.items():
         checks = {f"{side}x{side} s_in {a} s_out {b} d {d}": (n, side, a, b, d) for n, side, a, b, d in SHAPES}
         errors = {name: check_crc(shape, dtype) for name, shape in checks.items()}
+        errors |= {f"{name} in evaluation": check_inference(shape, dtype, True) for name, shape in checks.items()}
         errors |= {f"BN and ReLU{' and pooling' if pool else ''}": check_norm(dtype, pool) for pool in (False, True)}
         for name, error in errors.items():
             good &= error < bound
