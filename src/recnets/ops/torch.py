@@ -7,8 +7,7 @@ Both evaluate a step's BN as part of its convolution when no batch statistics ar
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,8 +18,6 @@ from recnets.ops.norm import Norm
 
 JOINT_PIXELS = 1
 """In inference [x_i, h_{i-1}] are convolved as one from this many pixels for each of k·k·s_out on."""
-SHARE = 32
-"""A thread takes at least this many rows of a product."""
 
 
 class Recurrence(NamedTuple):
@@ -38,34 +35,6 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, padding_mode: st
     if padding_mode == "zeros" or radius == 0:
         return F.conv2d(x, weight, bias, padding=radius)
     return F.conv2d(F.pad(x, (radius, radius, radius, radius), mode=padding_mode), weight, bias)
-
-
-def shares(rows: int, like: Tensor) -> int:
-    """In how many equal parts a product of this many rows is best written: one a thread, as a batch of products.
-
-    Threads that share one small product of matrices wait for each other more than they compute.
-    """
-    threads = torch.get_num_threads() if like.device.type == "cpu" else 1
-    return math.gcd(rows, threads) if rows >= SHARE * threads else 1
-
-
-class Neighbours:
-    """The k×k neighbourhoods of the pixels of (N, C, H, W), in rows of `parts` equal matrices, (parts, ·, k·k·C)."""
-
-    def __init__(self, padded: Tensor, k: int, buffer: Tensor, parts: int) -> None:
-        """In `padded`, (N, H + k - 1, W + k - 1, C), all zeros, the maps are laid; `buffer` has the rows."""
-        (n, height, width, c), r = padded.shape, k // 2
-        height, width = height - 2 * r, width - 2 * r
-        image, line, pixel, _ = padded.stride()
-        self.place = padded.narrow(1, r, height).narrow(2, r, width).permute(0, 3, 1, 2)
-        self.windows = padded.as_strided((n, height, width, k, k * c), (image, line, pixel, line, 1))
-        self.gathered = buffer.narrow(0, 0, self.windows.numel()).view(self.windows.shape)
-        self.rows = self.gathered.view(parts, -1, k * k * c)
-
-    def gather(self, x: Tensor) -> Tensor:
-        self.place.copy_(x)
-        self.gathered.copy_(self.windows)
-        return self.rows
 
 
 def step_norm(norm: Norm | None, i: int, s_out: int) -> Norm | None:
@@ -196,8 +165,7 @@ def _steps_overwritten(x: Tensor, weight_x: Tensor, weight_h: Tensor, norm: Norm
     """`steps` in evaluation, every state written over the last: h_i = relu(s_i·([x_i, h_{i-1}] ⊛ [W_x, W_h]) + t_i).
 
     One convolution of [x_i, h_{i-1}] needs [W_x, W_h] side by side. On small maps that copy of the weights would be
-    the largest tensor of all, so there the two are convolved apart; on the smallest by products with the gathered
-    neighbourhoods of their pixels, which take less memory than W_h.
+    the largest tensor of all, so there the two are convolved apart.
     """
     n, _, height, width = x.shape
     s_out, s_in, k, _ = weight_x.shape
@@ -205,13 +173,6 @@ def _steps_overwritten(x: Tensor, weight_x: Tensor, weight_h: Tensor, norm: Norm
     x_0, *segments = x.split(s_in, dim=1)
     (scale, shift), *affines = step_affines(norm, r, s_out)
     z = conv(x_0, weight_x, None, r.padding_mode).contiguous(memory_format=torch.channels_last)
-    if n * height * width <= s_out and r.padding_mode == "zeros" and not x.is_cuda:
-        yield torch.addcmul(shift, z, scale, out=z).relu_()
-        add_ = _gathered(z, weight_x, weight_h)
-        for x_i, (scale, shift) in zip(segments, affines, strict=True):
-            add_(x_i)
-            yield torch.addcmul(shift, z, scale, out=z).relu_()
-        return
     if not joint:
         yield torch.addcmul(shift, z, scale, out=z).relu_()
         for x_i, (scale, shift) in zip(segments, affines, strict=True):
@@ -231,25 +192,3 @@ def _steps_overwritten(x: Tensor, weight_x: Tensor, weight_h: Tensor, norm: Norm
         place.copy_(x_i)
         torch.addcmul(shift, conv(xh, weight_xh, None, r.padding_mode), scale, out=h).relu_()
         yield h
-
-
-def _gathered(h: Tensor, weight_x: Tensor, weight_h: Tensor) -> Callable[[Tensor], object]:
-    """A function of x_i that writes x_i ⊛ W_x + h ⊛ W_h over h, (N, s_out, H, W) in channels-last order."""
-    n, s_out, height, width = h.shape
-    k, pixels = weight_h.shape[-1], n * height * width
-    parts = shares(pixels, h)
-    z = h.permute(0, 2, 3, 1).view(parts, -1, s_out)
-    buffer = h.new_empty(pixels * k * k * max(s_out, weight_x.shape[1]))
-    sides = []
-    for weight in (weight_x, weight_h):
-        c = weight.shape[1]
-        padded = h.new_zeros(n, height + k - 1, width + k - 1, c)
-        matrix = weight.permute(0, 2, 3, 1).reshape(s_out, k * k * c).t().to(h.dtype)  # a view, in this order of memory
-        sides.append((Neighbours(padded, k, buffer, parts), matrix.expand(parts, -1, -1)))
-    (around_x, matrix_x), (around_h, matrix_h) = sides
-
-    def step(x_i: Tensor) -> None:
-        torch.bmm(around_h.gather(h), matrix_h, out=z)
-        z.baddbmm_(around_x.gather(x_i), matrix_x)
-
-    return step
