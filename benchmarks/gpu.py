@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import RESULTS, context, file_name, write_csv
-from modules import as_modules
 from recnets import CRC, Recurrent, create_model
+from recnets.models.plain import as_plain_modules
 from recnets.ops import dispatch, naive
 from recnets.ops.norm import Norm
 
@@ -121,7 +121,7 @@ def build(model: str, variant: str, training: bool) -> nn.Module:
     overrides = {"recurrent": False} if variant.startswith(CONTROL) else {}
     network = create_model(model, num_classes=100, backend="auto" if variant == FUSED else "torch", **overrides)
     if variant.startswith("plain modules"):
-        network = as_modules(network)
+        network = as_plain_modules(network)
     network = network.cuda().to(memory_format=torch.channels_last).train(training)  # type: ignore[call-overload]
     if variant.endswith(COMPILED):
         torch._dynamo.reset()  # else another batch size than before would be compiled for any size

@@ -1,6 +1,5 @@
 """The scripts for GPU machines, as far as they run without a GPU."""
 
-import copy
 import csv
 import importlib
 import itertools
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from recnets import create_model
+from recnets.models.plain import as_plain_modules
 from recnets.ops import dispatch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -117,9 +117,9 @@ def test_a_variant_that_fails_leaves_a_row_and_the_others(script):
     assert found["fused"]["memory_of_least_plain"] == 0.29
 
 
-def test_the_network_of_plain_modules_is_the_same_function(script):
+def test_the_network_of_plain_modules_is_the_same_function():
     model = create_model("RecNet(2, 2, 3, 2, 1)", num_classes=5, backend="torch").train()
-    naive = script("modules").as_modules(copy.deepcopy(model))
+    naive = as_plain_modules(model)
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
     assert not any(type(module).__name__ == "Recurrent" for module in naive.modules())
     torch.testing.assert_close(naive.double()(x), model.double()(x))

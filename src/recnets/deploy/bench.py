@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import statistics
 import tempfile
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from recnets.deploy import openvino
 from recnets.deploy.export import bytes_of
@@ -22,57 +21,15 @@ from recnets.deploy.onnx import Session, graph_of, to_onnx
 from recnets.deploy.optimize import optimize
 from recnets.deploy.turns import Build, time_in_turns
 from recnets.deploy.unrolled import TRANSITIONS
-from recnets.layers import Recurrent
 from recnets.models import RecNet, load_weights, save_weights
-from recnets.models.squeezed import recurrent_modules
+from recnets.models.plain import as_plain_modules
 
 PLAIN = "plain modules"
 
 
-class PlainRecurrent(nn.Module):
-    """A Recurrent module as one would write it at first, which is what everything is measured against.
-
-    A Conv2d pair, an addition, a BatchNorm2d and a ReLU a step; then cat and the transition.
-    """
-
-    def __init__(self, module: Recurrent) -> None:
-        super().__init__()
-        crc = module.crc
-        if crc.nonlinearity != "separate_bn_relu" or not crc.recurrent or crc.padding_mode != "zeros":
-            raise ValueError(f"only the paper's recurrence is written in plain modules, got {crc!r}")
-        assert crc.norm is not None
-        self.conv_x, self.conv_h = (self._conv(weight) for weight in (crc.weight_x, crc.weight_h))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(crc.s_out) for _ in range(crc.d))
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            for norm, part in zip(self.norms, getattr(crc.norm, name).detach().split(crc.s_out), strict=True):
-                getattr(norm, name).data.copy_(part)
-        self.relu = nn.ReLU()
-        self.transition = copy.deepcopy(module.transition)
-        self.transition.conv.weight = nn.Parameter(module.transition.conv.weight.detach().contiguous())
-
-    @staticmethod
-    def _conv(weight: Tensor) -> nn.Conv2d:
-        size = weight.shape[-1]
-        conv = nn.Conv2d(weight.shape[1], weight.shape[0], size, padding=size // 2, bias=False)
-        conv.weight.data.copy_(weight.detach())  # in nn.Conv2d's own memory order
-        return conv
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: list[Tensor] = []
-        for x_i, norm in zip(x.chunk(len(self.norms), dim=1), self.norms, strict=True):
-            z = self.conv_x(x_i)
-            if hidden:
-                z = z + self.conv_h(hidden[-1])
-            hidden.append(self.relu(norm(z)))
-        return self.transition(torch.cat(hidden, dim=1))
-
-
 def plain(model: RecNet) -> nn.Module:
-    """`model` again, its Recurrent modules written in plain modules."""
-    written = copy.deepcopy(model)
-    for name, module in recurrent_modules(model).items():
-        written.set_submodule(name, PlainRecurrent(module))
-    return written.eval()
+    """`model` in plain modules, in evaluation."""
+    return as_plain_modules(model).eval()
 
 
 @dataclass(frozen=True)
