@@ -1,9 +1,11 @@
 """Draws accuracy against latency and against file size on the CPU, from what `recnet bench --out` wrote.
 
-    python scripts/draw_deploy.py benchmarks/results/latency-cpu-….csv
+    python scripts/draw_deploy.py benchmarks/results/latency-cpu-….csv benchmarks/results/deployed-….csv
 
 Writes docs/img/deploy-latency and docs/img/deploy-size, each as .svg and .png, and prints for each accuracy the fastest
-and the smallest network. Accuracies are the paper's, CIFAR-100: latency and size do not depend on training.
+and the smallest network. Hollow points have the paper's accuracy, CIFAR-100: latency and size do not depend on
+training. Filled ones, in the figure of sizes, are files of published weights by `benchmarks/deployed.py`, each with the
+accuracy of its own: float32, squeezed, 8 bits.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ AXES = (
         "ms",
         paper_own=True,
     ),
-    Axis("size", "ONNX file, fp32 (MB)", "MB", paper_own=True),
+    Axis("size", "ONNX file, float32 unless said (MB)", "MB", paper_own=True),
 )
 
 
@@ -61,6 +63,19 @@ def points(found: dict[str, dict[str, dict[str, str]]]) -> list[Point]:
     return made
 
 
+def deployed(path: Path) -> list[Point]:
+    """One a file of published weights."""
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    made = []
+    for row in rows:
+        info = model_info(row["model"].split(".")[0])
+        title = info.title if row["form"] == "float32" else f"{info.title}, {row['form']}"
+        place = {"size": int(row["bytes"]) / 1e6}
+        made.append(Point(title, info.family, None, float(row["accuracy"]), place, {}))
+    return made
+
+
 def frontier(shown: list[Point], axis: str) -> list[Point]:
     """Networks that no other beats in both accuracy and the axis, from the most accurate down."""
     best: list[Point] = []
@@ -70,11 +85,12 @@ def frontier(shown: list[Point], axis: str) -> list[Point]:
     return best
 
 
-def main(path: Path) -> None:
-    shown = points(read(path))
+def main(path: Path, files: Path) -> None:
+    shown, ours = points(read(path)), deployed(files)
     for axis, best in zip(AXES, ("fastest", "smallest"), strict=True):
-        title = f"CIFAR-100 accuracy (the paper's) and {axis.name} of exported networks"
-        for written in draw_figure(shown, axis, OUT / f"deploy-{axis.name}", title):
+        title = f"CIFAR-100 accuracy and {axis.name} of exported networks"
+        drawn = shown + [point for point in ours if axis.name in point.x]
+        for written in draw_figure(drawn, axis, OUT / f"deploy-{axis.name}", title):
             print(f"wrote {written.relative_to(OUT.parents[1])}")
         print(f"{best} at its accuracy, CIFAR-100 in the paper:")
         for point in frontier(shown, axis.name):
@@ -82,6 +98,6 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 3:
         raise SystemExit(__doc__)
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

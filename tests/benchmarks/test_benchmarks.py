@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from recnets import create_model
+from recnets.models import save_weights
 from recnets.models.plain import as_plain_modules
 from recnets.ops import dispatch
 
@@ -148,3 +149,30 @@ def test_layers_that_differ_are_not_timed(script):
     models = {way: torch.nn.Linear(2, 2) for way in ("naive", "concat", "stream")}
     with pytest.raises(SystemExit, match=r"concat differs from naive by .* of the largest output; nothing was timed"):
         layers.check_equal(models, lambda model, x: model(x), torch.randn(3, 2))
+
+
+@pytest.mark.slow
+def test_what_deployment_keeps_is_measured_on_each_file(tmp_path):
+    for package in ("onnxruntime", "sklearn"):
+        pytest.importorskip(package)
+    model = create_model("RecNet(2, 4, 4, 2, 2)", num_classes=10, in_channels=1).eval()
+    assert model.stages[0][0].crc.norm is not None
+    model.stages[0][0].crc.norm.weight.data[:3] = 0  # dead, so that there is something to squeeze
+    about = {"dataset": "digits", "normalisation": {"mean": [0.3], "std": [0.3]}, "image_size": [8, 8]}
+    weights = tmp_path / "tiny.safetensors"
+    save_weights(weights, model, about)
+    done = run("deployed.py", weights, "--images", 60, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = read(next(tmp_path.glob("deployed-*.csv")))
+    assert [row["form"] for row in rows] == ["float32", "squeezed", "8 bits"]
+    assert {row["images"] for row in rows} == {"60"}
+    assert rows[1]["changed"] == "0"
+    assert rows[1]["accuracy"] == rows[0]["accuracy"]
+    assert rows[1]["bytes"] != rows[0]["bytes"]  # so small a graph may grow
+
+
+def test_a_name_that_is_not_published_is_told():
+    done = run("deployed.py", "recnet_60_481.cifar100")
+    assert done.returncode == 2
+    assert "recnet_60_481.cifar100" in done.stderr
+    assert "Traceback" not in done.stderr

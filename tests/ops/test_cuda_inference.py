@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from recnets import Recurrent, create_model, list_models
+from recnets.deploy import squeeze
 from recnets.ops.cuda import inference, inference_plan, plan
 from recnets.ops.cuda.inference_plan import Module
 from recnets.ops.cuda.plan import Layer, cdiv
@@ -54,6 +55,11 @@ def test_every_named_model_has_plans_that_fit(name, n):
 )
 def test_there_is_no_plan_where_there_is_no_kernel(layer):
     assert inference_plan.inference(Module(layer, 80, False), MULTIPROCESSORS) is None
+
+
+def test_a_small_device_has_plans_too():
+    module = Module(Layer(2, 32, 32, 3, 24, 96, 3, 3), 480, True)
+    assert inference_plan.inference(module, 16) is not None
 
 
 def test_a_tensor_on_the_cpu_is_not_for_this_kernel():
@@ -117,6 +123,21 @@ def test_operator_is_registered_as_torch_expects():
     torch.library.opcheck(inference.recurrent_eval, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+def takes_the_kernel(model: nn.Module, x: torch.Tensor) -> bool:
+    """Do all Recurrent modules of a network run by the kernel?"""
+    modules = [module for module in model.modules() if isinstance(module, Recurrent)]
+    taken: list[bool] = []
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        hooks = [
+            m.register_forward_pre_hook(lambda m, args: taken.append(m._fused(*args, False) is not None))
+            for m in modules
+        ]
+        model(x)
+    for hook in hooks:
+        hook.remove()
+    return len(taken) == len(modules) and all(taken)
+
+
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["recnet_60_480", "recnet_60_1280", "recnet_120_2880"])
@@ -125,6 +146,7 @@ def test_a_network_gives_what_plain_pytorch_gives_also_in_a_graph(name):
     plain = create_model(name, backend="torch").cuda().eval()
     plain.load_state_dict(fused.state_dict())
     x = torch.randn(5, 3, 32, 32, device="cuda")
+    assert takes_the_kernel(fused, x)
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
         expected, out = plain(x), fused(x)
         graph = torch.cuda.CUDAGraph()
@@ -143,7 +165,7 @@ def test_nothing_as_wide_as_all_hidden_states_is_allocated():
     module = randomise(Recurrent(16, 64, 160, 10)).cuda().eval()
     x = torch.randn(64, 16, 16, 160, device="cuda", dtype=torch.bfloat16).permute(0, 3, 1, 2)
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
-        module(x)
+        assert module._fused(x, False) is not None
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         module(x)
@@ -157,8 +179,45 @@ def test_training_and_hooks_do_not_take_it():
     x = torch.randn(2, 3, 32, 32, device="cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         model.train()(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
     shapes: list[torch.Size] = []
     model.stages[0].register_forward_hook(lambda _, __, out: shapes.append(out.shape))
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
         model.eval()(x)
     assert shapes == [torch.Size([2, 80, 32, 32])]  # not pooled
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_in_half_precision_needs_no_autocast(dtype):
+    fused = randomise(create_model("recnet_60_480")).cuda().eval()
+    x = torch.randn(3, 3, 32, 32, device="cuda")
+    with torch.no_grad():
+        assert rms(copy.deepcopy(fused).to(dtype)(x.to(dtype)), fused(x)) < 3e-2
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_a_squeezed_model_streams():
+    model = randomise(create_model("recnet_60_480")).cuda().eval()
+    for module in model.modules():
+        if isinstance(module, Recurrent):
+            assert module.crc.norm is not None
+            module.crc.norm.weight.data[::5] = 0
+    small = squeeze(model).cuda().eval()
+    x = torch.randn(3, 3, 32, 32, device="cuda")
+    with torch.no_grad():
+        expected = small(x)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert rms(small(x), expected) < 3e-2
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_norms_in_training_are_counted_once():
+    model = randomise(create_model("recnet_60_480")).cuda().eval()
+    norms = [module.train() for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        model(torch.randn(2, 3, 32, 32, device="cuda"))
+    assert all(norm.num_batches_tracked == 1 for norm in norms)

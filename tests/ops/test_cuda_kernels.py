@@ -22,8 +22,9 @@ SHAPES = [
     (2, 12, 10, 8, 32, 3, 3, 1),
     (1, 64, 64, 4, 16, 3, 3, 3),
     (2, 8, 8, 8, 32, 1, 3, 3),  # one step: W_h is idle
-    (200, 32, 32, 8, 32, 2, 3, 3),  # more tiles than blocks
-    (300, 8, 8, 32, 128, 2, 3, 3),
+    (200, 32, 32, 8, 32, 4, 3, 3),  # more tiles than blocks, the next one fetched ahead
+    (300, 8, 8, 32, 128, 4, 3, 3),
+    (150, 16, 16, 24, 96, 3, 3, 3),  # more tiles than blocks, and no registers to fetch ahead in the backward pass
 ]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -68,6 +69,17 @@ def test_the_main_model_keeps_one_tile_a_block_and_takes_dx_along():
         assert backward.single
         assert backward.dx_tiles > 0
         assert plan.weight_grad(layer, layer.so, 3, True) is not None
+
+
+def test_shapes_take_every_way_through_the_kernels():
+    found = set()
+    for n, h, w, s_in, s_out, d, kernel_x, kernel_h in SHAPES:
+        for kind in ("forward", "backward"):
+            chosen = plan.step(kind, Layer(n, h, w, d, s_in, s_out, kernel_x, kernel_h), MULTIPROCESSORS)
+            assert chosen is not None
+            found.add((kind, chosen.single, chosen.prefetch))
+    assert found >= {(kind, *way) for kind in ("forward", "backward") for way in ((True, False), (False, True))}
+    assert ("backward", False, False) in found
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 8, 5, 20, 2, 3, 3), (2, 8, 8, 8, 112, 2, 3, 3), (2, 8, 8, 8, 32, 2, 5, 3)])

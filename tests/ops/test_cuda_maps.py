@@ -4,7 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from recnets.ops import dispatch
 from recnets.ops.cuda import norm_relu, plan
+
+if dispatch.AVAILABLE:
+    from recnets.ops.triton import batch_norm
 
 # N, H, W, C
 SHAPES = [(3, 6, 8, 40), (64, 32, 32, 80), (5, 7, 9, 120), (2, 8, 8, 720), (700, 32, 32, 80), (500, 32, 32, 160)]
@@ -57,3 +61,29 @@ def test_output_and_every_gradient(shape, pool, dtype):
         assert leaf.grad is not None
         # ReLU's decisions near zero differ with rounding; over hundreds of thousands of pixels their sums cancel.
         assert rms(got, leaf.grad) < 1e-2, name
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool", [False, True])
+def test_operators_take_them(pool):
+    """As `dispatch` calls them, with autograd."""
+    y = torch.randn(4, 40, 8, 8, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    gamma, beta = torch.randn(40, device="cuda"), torch.randn(40, device="cuda")
+    assert norm_relu.supports(y.permute(0, 2, 3, 1), pool)
+    actual, exact = (
+        [t.clone().to(d or t.dtype).requires_grad_() for t in (y, gamma, beta)] for d in (None, torch.float64)
+    )
+    operator = batch_norm.norm_relu_pool_train if pool else batch_norm.norm_relu_train
+    torch.library.opcheck(operator, (*actual, 1e-5), test_utils=("test_schema", "test_faketensor"))
+    out = operator(*actual, 1e-5)[0]
+    expected = torch.relu(F.batch_norm(exact[0], None, None, *exact[1:], True))
+    expected = F.max_pool2d(expected, 2) if pool else expected
+    grad = torch.randn_like(expected).to(torch.bfloat16)
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert rms(out, expected) < 1e-2
+    for got, want in zip(actual, exact, strict=True):
+        assert got.grad is not None
+        assert want.grad is not None
+        assert rms(got.grad, want.grad) < 1e-2

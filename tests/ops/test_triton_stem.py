@@ -86,3 +86,44 @@ def test_a_hook_on_the_convolution_is_called():
     model.stem.conv.register_forward_hook(lambda module, *_: seen.append(module))
     model.eval()(torch.randn(1, 3, 8, 8))
     assert seen == [model.stem.conv]
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(3, 80, 7, stride=2, padding=3, bias=False),
+        nn.Conv2d(3, 80, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(3, 80, 1),
+        nn.Conv2d(3, 80, 3, padding=2, dilation=2),
+    ],
+    ids=str,
+)
+def test_another_convolution_is_called_as_it_is(conv):
+    stem = create_model("recnet_60_1280").stem.eval()
+    stem.conv = conv
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(stem(x), torch.relu(stem.norm(conv(x))))
+
+
+def test_tangents_take_the_convolution():
+    weight, *norm = parameters(3, False)
+    x, tangent = torch.randn(2, 1, 3, 4, 4, device=DEVICE, dtype=HALF).unbind(0)
+
+    def run(x: Tensor) -> Tensor:
+        return dispatch.stem(x, weight.to(HALF), None, Norm(*norm, False, 0.1, 1e-5), backend="triton")
+
+    with torch.no_grad():
+        _, derivative = torch.func.jvp(run, (x,), (tangent,))
+    assert derivative.any()
+
+
+def test_what_is_traced_has_no_operator_of_ours():
+    weight, *norm = parameters(3, False)
+    x = torch.randn(1, 3, 4, 4, device=DEVICE, dtype=HALF)
+
+    def run(x: Tensor) -> Tensor:
+        return dispatch.stem(x, weight.to(HALF), None, Norm(*norm, False, 0.1, 1e-5), backend="triton")
+
+    with torch.no_grad():
+        traced = torch.jit.trace(run, (x,))
+    assert "recnets::" not in str(traced.graph)

@@ -29,8 +29,8 @@ class Recurrent(nn.Module):
     - "concat": the CRC layer's whole output, then the 1×1 convolution. Fastest to train.
     - "stream": the paper's Computational Simplification, y = Σ_i h_i ⊛ A_i, one s_out-wide state alive at a time;
       without gradients nothing d·s_out wide is ever allocated. In half precision the running sum is kept in that
-      precision.
-    - "auto" (default): streams whenever no gradient is needed (unless backend="triton" is asked for).
+      precision, unless one kernel runs the whole module (on CUDA, in evaluation), which keeps it in fp32.
+    - "auto" (default): streams whenever no gradient is needed (with backend="triton", where that kernel runs).
 
     Called with `pool=True` it gives the 2×2 maxima of its output.
     """
@@ -62,6 +62,8 @@ class Recurrent(nn.Module):
     def _fused(self, x: Tensor, pool: bool) -> Tensor | None:
         """The whole module by one kernel, where there is one."""
         crc, conv = self.crc, self.transition.conv
+        if crc.norm is None or crc.norm.training or self.transition.norm.training:
+            return None
         check_input(x, crc.d * crc.s_in, f"Recurrent with {crc}")
         norms = crc.step_norm(), norm_of(self.transition.norm)
         return dispatch.recurrent_eval(

@@ -1,4 +1,4 @@
-"""RecNets as anyone would write them at first, a module for every convolution and norm: what speed is compared with."""
+"""RecNets as anyone would write them at first, their layers by PyTorch's own modules: what speed is compared with."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ class PlainRecurrent(nn.Module):
             raise ValueError(f"only the paper's recurrence is written in plain modules, got {crc!r}")
         assert crc.norm is not None
         self.conv_x, self.conv_h = (self._conv(weight) for weight in (crc.weight_x, crc.weight_h))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(crc.s_out) for _ in range(crc.d))
+        eps, momentum = crc.norm.eps, crc.norm.momentum
+        self.norms = nn.ModuleList(nn.BatchNorm2d(crc.s_out, eps, momentum) for _ in range(crc.d))
         for name in ("weight", "bias", "running_mean", "running_var"):
             for norm, part in zip(self.norms, getattr(crc.norm, name).detach().split(crc.s_out), strict=True):
                 getattr(norm, name).data.copy_(part)
         self.relu = nn.ReLU()
         self.transition = copy.deepcopy(module.transition)
+        self.transition.backend = "torch"
         # in nn.Conv2d's own memory order; the library's is that of streaming
         self.transition.conv.weight = nn.Parameter(module.transition.conv.weight.detach().contiguous())
-        self.to(crc.weight_x.device)
+        self.to(crc.weight_x)
 
     @staticmethod
     def _conv(weight: Tensor) -> nn.Conv2d:

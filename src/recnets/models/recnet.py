@@ -38,9 +38,17 @@ class Stem(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         conv, norm = self.conv, norm_of(self.norm)
-        if type(conv) is not nn.Conv2d or _hooked(conv):
+        if not _same_3x3(conv) or _hooked(conv):
             return dispatch.norm_relu(conv(x), norm, backend=self.backend)
         return dispatch.stem(x, conv.weight, conv.bias, norm, backend=self.backend)
+
+
+def _same_3x3(conv: nn.Module) -> bool:
+    """Is it a 3×3 convolution that keeps the size, as the stem has at first?"""
+    if type(conv) is not nn.Conv2d:
+        return False
+    settings = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode)
+    return settings == ((3, 3), (1, 1), (1, 1), (1, 1), 1, "zeros")
 
 
 def _halves(pool: nn.Module) -> bool:

@@ -97,6 +97,10 @@ class SqueezedRecurrent(Recurrent):
         super().__init__(s_in, s_out, int(outputs.sum()), d, **options)
         self.transition = SqueezedTransition(columns, outputs, self.crc.backend)
 
+    def _fused(self, x: Tensor, pool: bool) -> Tensor | None:
+        """None: the kernel knows only whole transitions."""
+        return None
+
     def _stream(self, x: Tensor) -> Tensor:
         """As in `Recurrent`; a step gives the sum only the channels that are kept of it."""
         crc, transition = self.crc, self.transition

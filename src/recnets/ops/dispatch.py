@@ -1,6 +1,7 @@
 """The one place that decides which implementation runs.
 
-"torch" runs anywhere. "triton" is the fused kernels, and raises where they cannot run, never falls back silently.
+"torch" runs anywhere. "triton" is the fused kernels: a CRC layer raises where they cannot run, never falls back
+silently; the stem and the transition's norm take them where they can.
 "auto" takes the kernels where they can run and plain PyTorch elsewhere, and says so once in the log.
 """
 
@@ -12,6 +13,7 @@ import os
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from recnets.ops import torch as plain
 from recnets.ops.cuda import inference
@@ -64,11 +66,18 @@ def cannot_run(x: Tensor, norm: Norm | None, widest: int) -> str | None:
         return f"the kernels take float32, float16 and bfloat16, got {x.dtype}"
     if norm is None or norm.weight is None or norm.bias is None:
         return "the kernels need a norm with weight and bias"
+    if norm.weight.device != x.device or x.numel() == 0:
+        return f"the kernels need pixels, on the device of the norm, got {tuple(x.shape)} on {x.device}"
     if norm.group is not None:
         return "the kernels do not synchronise batch statistics over processes"
     if x.shape[0] * x.shape[2] * x.shape[3] * max(widest, x.shape[1]) >= 2**31:
         return f"the kernels index with 32 bits, got {x.shape[0] * x.shape[2] * x.shape[3]} pixels of {widest} channels"
     return None
+
+
+def _taps_in_order(weight: Tensor) -> Tensor:
+    """A weight whose taps are one dimension in memory, whatever the order of its channels: what the kernels read."""
+    return weight if weight.stride(2) == weight.shape[3] * weight.stride(3) else weight.contiguous()
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -120,6 +129,7 @@ def crc(
         return fused.crc_eval(
             x.to(compute_dtype(x)), weight_x, weight_h, norm.weight, norm.bias, norm.mean, norm.var, r.d, norm.eps
         )
+    weight_x, weight_h = _taps_in_order(weight_x), _taps_in_order(weight_h)
     h, _, sums = fused.crc_train(x.to(compute_dtype(x)), weight_x, weight_h, norm.weight, norm.bias, r.d, norm.eps)
     _update(sums, norm, x)
     return h
@@ -133,11 +143,12 @@ def recurrent_eval(
 
     (N, d·s_in, H, W) -> (N, c_out, H, W), with `pool` its 2×2 maxima; matrix: the transition's, (c_out, d·s_out).
     """
-    if (
-        backend == "torch" or not x.is_cuda or torch.compiler.is_compiling()
-    ):  # a compiler would trace the choice of plan
+    # A compiler would trace the choice of a plan, and what is traced should run elsewhere too.
+    if backend == "torch" or not x.is_cuda or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None
     s_out, s_in, kernel_x, _ = weight_x.shape
+    if matrix.shape[1] != r.d * s_out or any(t.device != x.device for t in (weight_x, weight_h, matrix)):
+        return None
     for n in (norm, last):
         if n is None or n.batch_statistics or any(t is None for t in (n.mean, n.var, n.weight, n.bias)):
             return None
@@ -148,6 +159,7 @@ def recurrent_eval(
         return None
     assert norm is not None
     steps, after = ((n.weight, n.bias, n.mean, n.var, n.eps) for n in (norm, last))
+    weight_x, weight_h = _taps_in_order(weight_x), _taps_in_order(weight_h)
     return inference.recurrent_eval(x, weight_x, weight_h, *steps, matrix, *after, r.d, pool)
 
 
@@ -170,16 +182,19 @@ def stem(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, *, backend:
     """ReLU(BN(x ⊛ W)) of a picture by a 3×3 kernel, (N, C, H, W) -> (N, c_out, H, W)."""
     dtype = compute_dtype(x)
     grad = torch.is_grad_enabled()
-    able = backend != "torch" and (x.is_cuda or (INTERPRETED and backend == "triton")) and weight[0].numel() <= 27
-    able = able and dtype in (torch.float16, torch.bfloat16) and not (grad and x.requires_grad)
-    if not able or cannot_run(x, norm, weight.shape[0]) is not None:
+    able = backend != "torch" and (x.is_cuda or (INTERPRETED and backend == "triton")) and weight.shape[1] <= 3
+    able = able and dtype in (torch.float16, torch.bfloat16)
+    # What is gathered has no gradient, backwards or forwards, and what is traced should run elsewhere too.
+    able = able and not (grad and x.requires_grad) and forward_ad._current_level < 0
+    able = able and not torch.compiler.is_exporting() and not torch.jit.is_tracing()
+    if not able or cannot_run(x, norm, max(weight.shape[0], fused_stem.WIDTH)) is not None:
         return norm_relu(plain.conv(x, weight, bias), norm, backend=backend)
     matrix = weight.permute(0, 2, 3, 1).flatten(1)
     folded = not norm.batch_statistics and not grad
     if folded:
-        scale, shift = norm.affine()
+        scale, shift = norm.in_float32().affine()
         matrix = matrix * scale[:, None]
-        bias = shift if bias is None else torch.addcmul(shift, bias, scale)
+        bias = shift if bias is None else torch.addcmul(shift, bias.float(), scale)
     rows = fused_stem.neighbours(x, dtype)
     matrix = torch.nn.functional.pad(matrix.to(dtype), (0, fused_stem.WIDTH - matrix.shape[1]))
     y = torch.nn.functional.linear(rows, matrix, None if bias is None else bias.to(dtype)).permute(0, 3, 1, 2)

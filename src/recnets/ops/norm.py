@@ -34,6 +34,14 @@ class Norm(NamedTuple):
 
         return self._replace(mean=part(self.mean), var=part(self.var), weight=part(self.weight), bias=part(self.bias))
 
+    def in_float32(self) -> Norm:
+        """The same with its tensors in float32."""
+
+        def cast(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t.float()
+
+        return self._replace(mean=cast(self.mean), var=cast(self.var), weight=cast(self.weight), bias=cast(self.bias))
+
     def apply(self, z: Tensor) -> Tensor:
         """(N, C, H, W) -> the same shape, normalised; running statistics move in place in training."""
         if self.batch_statistics and self.group is not None:

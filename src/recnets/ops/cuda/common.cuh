@@ -156,7 +156,7 @@ __host__ __device__ constexpr int steps_of(int channels, int kernel) { return (k
 
 // acc += a KERNEL x KERNEL convolution of a shared tile of COLUMNS. The product runs over (tap, channel), 16 at a time.
 // corners: each lane's address of pixel lane % 16 of each of the warp's tiles; weights: this lane's address of the
-// warp's first packed fragment (see pack.cu), of which a step of 16 holds PAIRS, 16 output channels each. A second
+// warp's first packed fragment (see pack.cuh), of which a step of 16 holds PAIRS, 16 output channels each. A second
 // convolution of the same tile, extra, may come along: TX tiles of 8 channels from number first_extra on, of 16 * XPAIRS.
 template <int CHANNELS, int KERNEL, int COLUMNS, int PITCH, int PAIRS, int XPAIRS, bool MAIN, int TM, int TN, int TX>
 __device__ __forceinline__ void convolve(float (&acc)[TM][TN][4], float (&extra)[TM][TX][4], const u32 (&corners)[TM],

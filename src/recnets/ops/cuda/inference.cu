@@ -6,10 +6,10 @@
 // SO channels, are in its shared memory, y is in registers. What a block computes of h_i, it also writes to the blocks
 // that need it: those of the same rows, and those above and below for the halo. One wait for the cluster a step.
 //
-// How blocks wait for each other: with ASYNC, stores into another block's tile count their bytes there, and a block waits
-// until its own warps have arrived and all bytes are there. A block that has received h_i from another knows that the
-// warps which sent it have read h_{i-1}: all those that read what it will overwrite. Without ASYNC, by the barrier of the
-// cluster, which needs a fence of the whole GPU's memory.
+// How blocks wait for each other: stores into another block's tile count their bytes there, and a block waits until its
+// own warps have arrived and all bytes are there. A block that has received h_i from another knows that the warps which
+// sent it have read h_{i-1}: all those that read what it will overwrite. (The barrier of the cluster would need a fence
+// of the whole GPU's memory.)
 //
 // Beyond common.cuh: BUFFERS of h and of x. Two: h_i goes where h_{i-2} was, which all blocks have read before the
 // last wait, and the part of x of the next step is computed during the wait. One: a second wait a step, before h_{i-1}
@@ -33,55 +33,6 @@ static_assert(ROWS % MT == 0 && ROWS % TMT == 0, "a warp's rows are rows of the 
 static_assert(SO % NB == 0 && NB % 16 == 0 && NB == WN * NT * 8 && SI % 4 == 0 && C_OUT % 4 == 0, "channels");
 static_assert(OUTPUTS * NS >= C_OUT && TWM * TWN <= WM * WN, "all of y");
 static_assert(!POOL || TMT % 2 == 0, "a warp pools its own rows");
-
-// ---- the cluster ----------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-// What a thread wrote before it arrives, here or in other blocks, is there for all that have waited.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// The same without a fence: only that this thread has come so far.
-__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
-
-// A barrier in shared memory: of `count` arrivals, and of the bytes that one of them expects.
-__device__ __forceinline__ void barrier_init(u32 at, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-// Other blocks may use the barriers once they have waited for this thread.
-__device__ __forceinline__ void barrier_publish() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void barrier_arrive(u32 at) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_expect(u32 at, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 at, int parity) {
-    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
-                 ::"r"(at), "r"(parity) : "memory");
-}
-
-// 16 bytes to the same address of another block; with ASYNC they are counted at its `barrier`.
-__device__ __forceinline__ void store_cluster(u32 at, u32 barrier, int rank, uint4 v) {
-    u32 there, counter;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    if (ASYNC) {
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(barrier), "r"(rank));
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(there),
-                     "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(counter)
-                     : "memory");
-    } else
-        asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(there), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                     : "memory");
-}
-__device__ __forceinline__ float4 load_constant(const float4* p) {
-    float4 v;
-    asm("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
-    return v;
-}
 
 // A value that the compiler cannot compute ahead: what follows from it is worked out where it is needed, rather than
 // held in registers for the whole kernel.
@@ -364,7 +315,7 @@ inference(const u16* x, const u16* packed_x, const u16* packed_h, const u16* pac
     const int my_channel = split * NB + wn * NT * 8;
     const u32 to_h = kept.slot() * PITCH_H + my_channel * 2;
 
-    if (ASYNC && threadIdx.x == 0) {
+    if (threadIdx.x == 0) {
         barrier_init(barriers, WM * WN);
         barrier_init(barriers + 8, WM * WN);
         barrier_publish();
@@ -411,8 +362,7 @@ inference(const u16* x, const u16* packed_x, const u16* packed_h, const u16* pac
         for (int n = 0; n < NT; n++) affine[n] = load_constant(steps + (now.i * SO + my_channel + n * 8) / 2 + lane % 4);
         if (BUFFERS == 1) {
             // This thread has read h_{i-1}: what it loaded is in its sums.
-            if (ASYNC) cluster_arrive_relaxed();
-            else cluster_arrive();
+            cluster_arrive_relaxed();
             convolve<SI, KX, PITCH_X>(acc, xs + from_x, wx, wn, lane);
             cluster_wait();
         }
@@ -424,14 +374,11 @@ inference(const u16* x, const u16* packed_x, const u16* packed_h, const u16* pac
 #pragma unroll
                 for (int k = 0; k < 4; k++) acc[m][n][k] = 0;
         // h_i is written, h_{i-1} and A_{i-1} read.
-        if (ASYNC) {
-            __syncwarp();
-            if (threadIdx.x == 0) barrier_arrive_expect(barriers + g % 2 * 8, incoming);
-            else if (lane == 0) barrier_arrive(barriers + g % 2 * 8);
-        } else cluster_arrive();
+        __syncwarp();
+        if (threadIdx.x == 0) barrier_arrive_expect(barriers + g % 2 * 8, incoming);
+        else if (lane == 0) barrier_arrive(barriers + g % 2 * 8);
         if (BUFFERS == 2 && g + 1 < total) convolve<SI, KX, PITCH_X>(acc, xs + (g + 1) % 2 * BYTES_X + from_x, wx, wn, lane);
-        if (ASYNC) barrier_wait(barriers + g % 2 * 8, g / 2 % 2);
-        else cluster_wait();
+        barrier_wait(barriers + g % 2 * 8, g / 2 % 2);
         // x_i was read before this thread's neighbours arrived.
         if (g + BUFFERS < total) {
             const Step step = now.after(BUFFERS, clusters);

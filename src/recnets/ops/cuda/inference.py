@@ -18,7 +18,7 @@ from recnets.ops.cuda.kernels import multiprocessors
 from recnets.ops.cuda.plan import Layer, cdiv, packed_bytes
 
 
-class Norm(NamedTuple):
+class EvalNorm(NamedTuple):
     """A batch normalisation in evaluation."""
 
     gamma: Tensor
@@ -79,7 +79,7 @@ def _vector(t: Tensor) -> Tensor:
 
 
 def prepare(
-    weight_x: Tensor, weight_h: Tensor, matrix: Tensor, steps: Norm, last: Norm, layer: Layer,
+    weight_x: Tensor, weight_h: Tensor, matrix: Tensor, steps: EvalNorm, last: EvalNorm, layer: Layer,
     chosen: plan.InferencePlan, like: Tensor,
 ) -> Prepared:  # fmt: skip
     """Kernels and A_i in the order of the tensor cores, norms folded, in one launch; matrix: (C_OUT, d·s_out)."""
@@ -109,7 +109,7 @@ def prepare(
 
 
 def run(
-    rows: Tensor, weight_x: Tensor, weight_h: Tensor, matrix: Tensor, steps: Norm, last: Norm, d: int, *,
+    rows: Tensor, weight_x: Tensor, weight_h: Tensor, matrix: Tensor, steps: EvalNorm, last: EvalNorm, d: int, *,
     pool: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Rows (N, H, W, d·s_in), contiguous -> rows (N, H, W, C_OUT), with `pool` (N, H // 2, W // 2, C_OUT)."""
@@ -136,7 +136,7 @@ def recurrent_eval(
 ) -> Tensor:  # fmt: skip
     """A Recurrent module with running statistics, (N, d·s_in, H, W) -> (N, C_OUT, H, W); matrix: (C_OUT, d·s_out)."""
     rows = x.permute(0, 2, 3, 1).contiguous()
-    steps, last = Norm(gamma, beta, mean, var, eps), Norm(gamma_y, beta_y, mean_y, var_y, eps_y)
+    steps, last = EvalNorm(gamma, beta, mean, var, eps), EvalNorm(gamma_y, beta_y, mean_y, var_y, eps_y)
     return run(rows, weight_x, weight_h, matrix, steps, last, d, pool=pool).permute(0, 3, 1, 2)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
+from recnets.ops.cuda.nvrtc import PORTABLE_CLUSTER
 from recnets.ops.cuda.plan import SHARED, Layer, cdiv, packed_bytes, pitch, round_up
 
-PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16  # more than 8 blocks must be asked for: only where nothing else fits
+LARGEST_CLUSTER = 16  # more than the portable 8 blocks must be asked for: only where nothing else fits
 # Clusters of this many blocks, one a multiprocessor, that a device of 132 holds at once: they do not cross its parts
 # of 16 or 18 multiprocessors.
 AT_ONCE = {1: 132, 2: 66, 3: 42, 4: 32, 5: 24, 6: 20, 7: 16, 8: 16, 9: 13, 10: 12, 12: 8, 14: 8, 15: 8, 16: 7}
@@ -53,7 +54,6 @@ class InferencePlan(NamedTuple):
     cluster: int
     shared: int
     cost: float
-    asynchronous: bool = True  # blocks count the bytes that they receive, instead of waiting at the cluster's barrier
 
     @property
     def registers(self) -> int:
@@ -68,7 +68,7 @@ class InferencePlan(NamedTuple):
             "WM": self.conv.wm, "WN": self.conv.wn, "MT": self.conv.mt, "NT": self.conv.nt,
             "TWM": self.last.wm, "TWN": self.last.wn, "TMT": self.last.mt, "TNT": self.last.nt,
             "C_OUT": module.c_out, "POOL": int(module.pool), "BUFFERS": self.buffers, "RESIDENT": self.resident,
-            "SINGLE": 0, "ASYNC": int(self.asynchronous),
+            "SINGLE": 0,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class InferencePlan(NamedTuple):
         return (
             f"cluster {self.cluster} {self.images}x{self.rows} rows nb {self.nb} conv {c.wm}x{c.wn} of {c.mt}x{c.nt} "
             f"last {t.wm}x{t.wn} of {t.mt}x{t.nt} buffers {self.buffers} resident {self.resident} "
-            f"shared {self.shared // 1024}K acc {self.registers}{'' if self.asynchronous else ' barrier'}"
+            f"shared {self.shared // 1024}K acc {self.registers}"
         )
 
 
@@ -195,6 +195,9 @@ def candidates(module: Module, multiprocessors: int = 132, largest: int = PORTAB
             conv_warps = list(_conv_warps(layer, images, rows, nb, most))
             for last in _last_warps(module, images, rows, splits, most):
                 for buffers in (2, 1):
+                    # A warp with no row of the map sends nothing, so that no other block would know what it has read.
+                    if buffers == 2 and splits > 1 and layer.h % rows:
+                        continue
                     shared = shared_bytes(layer, images, rows, nb, last, buffers)
                     if shared > SHARED // resident - 1024 * (resident - 1):
                         continue
@@ -206,7 +209,7 @@ def candidates(module: Module, multiprocessors: int = 132, largest: int = PORTAB
                         temporary = max(6 * conv.nt, 4 * last.mt) + 6 * (splits > 1) + 6 * (1 < splits < cluster)
                         if conv.registers + last.registers + temporary + OTHER_REGISTERS > registers:
                             continue
-                        at_once = AT_ONCE[cluster] * multiprocessors // 132 * resident
+                        at_once = max(1, AT_ONCE[cluster] * multiprocessors // 132) * resident
                         rounds = cdiv(groups, at_once)
                         crowd = min(resident, max(1, cdiv(groups * cluster, multiprocessors)))
                         step = step_cost(layer, images, rows, nb, conv, last, buffers, crowd)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from recnets.ops.cuda import nvrtc, plan
 
+TILES = ("half.cuh", "memory.cuh", "common.cuh")
 FILES = {
     "add_parts": ("add_parts.cu",),
+    "inference": (*TILES, "cluster.cuh", "inference.cu"),
     "pack": ("half.cuh", "pack.cuh", "pack.cu"),
     "prepare": ("half.cuh", "pack.cuh", "prepare.cu"),
     "norm_relu_forward": ("half.cuh", "memory.cuh", "norm_relu.cu"),
@@ -46,7 +48,7 @@ def _source(
     name: str, dtype: torch.dtype, defines: dict[str, int]
 ) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
     """(files, constants) of a kernel for a dtype."""
-    files = FILES.get(name, ("half.cuh", "memory.cuh", "common.cuh", f"{name}.cu"))
+    files = FILES.get(name, (*TILES, f"{name}.cu"))
     threads = defines.get("THREADS") or 32 * defines["WM"] * defines["WN"]
     return files, tuple(sorted({**defines, "THREADS": threads, "FP16": int(dtype == torch.float16)}.items()))
 

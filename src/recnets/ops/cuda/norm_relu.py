@@ -25,8 +25,8 @@ class MapPlan(NamedTuple):
 def map_plan(units: int, channels: int, pool: bool, backward: bool, count: int) -> MapPlan:
     """A block a multiprocessor that keeps its share where that fits, else two that read theirs twice."""
     slots = (4 if pool else 1) + (1 if backward else 0)
+    each = cdiv(units, count)
     for threads in (512, 256):
-        each = cdiv(units, count)
         fixed = threads * 64 + (4 if backward else 2) * channels * 4
         shared = fixed + each * slots * channels * 2
         if shared <= plan.SHARED:

@@ -101,8 +101,8 @@ class _Config(ctypes.Structure):
 class Kernel:
     """A compiled kernel of a device, launched in clusters of `cluster` blocks."""
 
-    def __init__(self, binary: bytes, name: str, threads: int, shared: int, cluster: int = 1) -> None:
-        self.name, self.threads, self.shared, self.cluster = name, threads, shared, cluster
+    def __init__(self, binary: bytes, name: str, threads: int, shared: int, index: int, cluster: int = 1) -> None:
+        self.name, self.threads, self.shared, self.index, self.cluster = name, threads, shared, index, cluster
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         driver = _driver()
         _check(driver.cuModuleLoadData(ctypes.byref(self._module), binary), f"loading {name}")
@@ -133,18 +133,19 @@ class Kernel:
         return _Config(*grid, self.threads, 1, 1, self.shared, stream, ctypes.pointer(attribute), 1)
 
     def __call__(self, grid: tuple[int, int, int], *args: Any, cooperative: bool = False) -> None:
-        """Launch on the current stream. Arguments: tensors, ints (C int), floats (C float) or ctypes values."""
+        """Launch on the device's current stream. Arguments: tensors, ints (C int), floats (C float), ctypes values."""
         values = [_value(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = torch.cuda.current_stream(self.index).cuda_stream
         shape = (*grid, self.threads, 1, 1, self.shared, ctypes.c_void_p(stream), pointers)
-        if self.cluster > 1:
-            config = self._config(grid, stream)
-            status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
-        elif cooperative:
-            status = _driver().cuLaunchCooperativeKernel(self._function, *shape)
-        else:
-            status = _driver().cuLaunchKernel(self._function, *shape, None)
+        with torch.cuda.device(self.index):  # another one may be current
+            if self.cluster > 1:
+                config = self._config(grid, stream)
+                status = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
+            elif cooperative:
+                status = _driver().cuLaunchCooperativeKernel(self._function, *shape)
+            else:
+                status = _driver().cuLaunchKernel(self._function, *shape, None)
         _check(status, f"launching {self.name} with {grid} blocks of {self.threads} threads")
 
 
@@ -201,4 +202,4 @@ def kernel(
 ) -> Kernel:
     """Kernel `name` of these files with these constants (THREADS is one), for CUDA device `index`."""
     with torch.cuda.device(index):
-        return Kernel(binary(files, defines, index).result(), name, dict(defines)["THREADS"], shared, cluster)
+        return Kernel(binary(files, defines, index).result(), name, dict(defines)["THREADS"], shared, index, cluster)

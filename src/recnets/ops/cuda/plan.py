@@ -25,7 +25,7 @@ def pitch(channels: int) -> int:
 
 
 def packed_bytes(channels: int, kernel: int, outputs: int) -> int:
-    """Bytes of a kernel packed for the tensor cores, see pack.cu."""
+    """Bytes of a kernel packed for the tensor cores, see pack.cuh."""
     return cdiv(kernel * kernel * round_up(channels, 8), 16) * outputs * 32
 
 

@@ -20,7 +20,7 @@ def gather_kernel(
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Of each pixel, (tap, channel) of its 3×3 neighbours, zeros outside the picture and up to WIDTH."""
-    q = tl.program_id(0) * BP + tl.arange(0, BP)[:, None]
+    q = (tl.program_id(0) * BP + tl.arange(0, BP)[:, None]).to(tl.int64)
     k = tl.arange(0, WIDTH)[None, :]
     row = (q // W) % H + k // C // 3 - 1
     column = q % W + k // C % 3 - 1
@@ -36,7 +36,8 @@ def neighbours(x: Tensor, dtype: torch.dtype) -> Tensor:
     n, channels, height, width = x.shape
     out = torch.empty(n, height, width, WIDTH, dtype=dtype, device=x.device)
     pixels, block = n * height * width, 128
-    gather_kernel[(triton.cdiv(pixels, block),)](x, out, pixels, *x.stride(), height, width, channels, WIDTH, block)
+    with torch.cuda.device_of(x):
+        gather_kernel[(triton.cdiv(pixels, block),)](x, out, pixels, *x.stride(), height, width, channels, WIDTH, block)
     return out
 
 
