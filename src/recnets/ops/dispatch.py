@@ -183,7 +183,7 @@ def stem(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, *, backend:
     dtype = compute_dtype(x)
     grad = torch.is_grad_enabled()
     able = backend != "torch" and (x.is_cuda or (INTERPRETED and backend == "triton")) and weight.shape[1] <= 3
-    able = able and dtype in (torch.float16, torch.bfloat16)
+    able = able and AVAILABLE and dtype in (torch.float16, torch.bfloat16)
     # What is gathered has no gradient, backwards or forwards, and what is traced should run elsewhere too.
     able = able and not (grad and x.requires_grad) and forward_ad._current_level < 0
     able = able and not torch.compiler.is_exporting() and not torch.jit.is_tracing()
