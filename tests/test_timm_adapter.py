@@ -33,7 +33,9 @@ assert set(timm.list_models("recnet_*")) == set(list_models("recnet_*"))
 assert set(timm.list_pretrained("recnet_*")) == set(published())
 model = timm.create_model("recnet_60_1280", num_classes=100, in_chans=1, drop_rate=0.0).eval()
 assert model(torch.randn(1, 1, 32, 32)).shape == (1, 100)
-assert sum(p.numel() for p in timm.create_model("recnet_60_1280").parameters()) == 1_704_250
+count = lambda *a, **k: sum(p.numel() for p in timm.create_model(*a, **k).parameters())
+assert count("recnet_60_1280", num_classes=10) == 1_704_250
+assert count("recnet_60_1280") == 1_733_140  # by default the classes of the weights that there are
 
 x = torch.randn(2, 3, 32, 32)
 names = ("recnet_60_480.cifar10_60ep", "recnet_60_480.cifar100", "recnet_60_480")  # the last by timm's default

@@ -125,5 +125,5 @@ def test_what_is_traced_has_no_operator_of_ours():
         return dispatch.stem(x, weight.to(HALF), None, Norm(*norm, False, 0.1, 1e-5), backend="triton")
 
     with torch.no_grad():
-        traced = torch.jit.trace(run, (x,))
+        traced = torch.jit.trace(run, (x,), check_trace=False)
     assert "recnets::" not in str(traced.graph)
