@@ -81,16 +81,11 @@ def randomise(module: nn.Module) -> nn.Module:
     return module
 
 
-def rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    expected = expected.double()
-    return float((actual.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
-
-
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_against_plain_pytorch_in_float64(shape, dtype):
+def test_against_plain_pytorch_in_float64(shape, dtype, rms):
     n, h, w, s_in, s_out, d, c_out, pool, kernel_x, kernel_h = shape
     module = randomise(Recurrent(s_in, s_out, c_out, d, kernel_x=kernel_x, kernel_h=kernel_h)).cuda().eval()
     for p in module.parameters():
@@ -141,7 +136,7 @@ def takes_the_kernel(model: nn.Module, x: torch.Tensor) -> bool:
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["recnet_60_480", "recnet_60_1280", "recnet_120_2880"])
-def test_a_network_gives_what_plain_pytorch_gives_also_in_a_graph(name):
+def test_a_network_gives_what_plain_pytorch_gives_also_in_a_graph(name, rms):
     fused = randomise(create_model(name)).cuda().eval()
     plain = create_model(name, backend="torch").cuda().eval()
     plain.load_state_dict(fused.state_dict())
@@ -190,7 +185,7 @@ def test_training_and_hooks_do_not_take_it():
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_model_in_half_precision_needs_no_autocast(dtype):
+def test_a_model_in_half_precision_needs_no_autocast(dtype, rms):
     fused = randomise(create_model("recnet_60_480")).cuda().eval()
     x = torch.randn(3, 3, 32, 32, device="cuda")
     with torch.no_grad():
@@ -199,7 +194,7 @@ def test_a_model_in_half_precision_needs_no_autocast(dtype):
 
 @on_gpu
 @pytest.mark.gpu
-def test_a_squeezed_model_streams():
+def test_a_squeezed_model_streams(rms):
     model = randomise(create_model("recnet_60_480")).cuda().eval()
     for module in model.modules():
         if isinstance(module, Recurrent):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from recnets import create_model, list_models
 from recnets.layers import Recurrent
@@ -136,12 +135,6 @@ def test_a_missing_compiler_says_what_is_missing(monkeypatch):
         nvrtc._nvrtc.__wrapped__()
 
 
-def rms(error: Tensor, reference: Tensor) -> float:
-    size = reference.double().square().mean().sqrt()
-    distance = (error.double() - reference.double()).square().mean().sqrt()
-    return float(distance / size) if size > 0 else float(distance)
-
-
 def poison() -> None:
     """Leave NaN in the memory that the next tensors will get."""
     held = [torch.full((2**power,), torch.nan, device="cuda") for power in range(8, 27)]
@@ -152,7 +145,7 @@ def poison() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_every_gradient(shape, dtype):
+def test_forward_and_every_gradient(shape, dtype, rms):
     n, h, w, s_in, s_out, d, kernel_x, kernel_h = shape
     x = torch.randn(n, h, w, d * s_in, device="cuda").to(dtype)
     weight_x = (torch.randn(s_out, s_in, kernel_x, kernel_x, device="cuda") / (s_in * kernel_x**2) ** 0.5).to(dtype)

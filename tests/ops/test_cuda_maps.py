@@ -31,17 +31,12 @@ def test_a_map_on_the_cpu_is_not_for_these_kernels():
     assert not norm_relu.supports(torch.zeros(1, 4, 4, 8, dtype=torch.bfloat16), False)
 
 
-def rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    expected = expected.double()
-    return float((actual.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
-
-
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_output_and_every_gradient(shape, pool, dtype):
+def test_output_and_every_gradient(shape, pool, dtype, rms):
     _, h, w, channels = shape
     y = (2 * torch.randn(shape, device="cuda") + 1).to(dtype)
     gamma, beta = torch.randn(channels, device="cuda"), torch.randn(channels, device="cuda")
@@ -66,7 +61,7 @@ def test_output_and_every_gradient(shape, pool, dtype):
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("pool", [False, True])
-def test_operators_take_them(pool):
+def test_operators_take_them(pool, rms):
     """As `dispatch` calls them, with autograd."""
     y = torch.randn(4, 40, 8, 8, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     gamma, beta = torch.randn(40, device="cuda"), torch.randn(40, device="cuda")

@@ -48,6 +48,17 @@ __device__ __forceinline__ uint4 combine(uint4 m, uint4 z, const float* a, const
     return m;
 }
 
+// The same with the coefficients of 8 channels from c on, in registers.
+struct Combination {
+    float a[8], b[8], k[8];
+    __device__ __forceinline__ Combination(const float* coefficients, int c) {
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+            a[e] = coefficients[c + e], b[e] = coefficients[SO + c + e], k[e] = coefficients[2 * SO + c + e];
+    }
+    __device__ __forceinline__ uint4 operator()(uint4 m, uint4 z) const { return combine(m, z, a, b, k); }
+};
+
 // dz_i of a tile, m_i from global memory: into shared memory with its halo, and this block's channels into dz.
 __device__ __forceinline__ void make_dz(u32 to, const u16* m, const u16* z, u16* dz, const float* coefficients, int i,
                                         int channel, const Tile& tile, int batch) {
@@ -56,10 +67,7 @@ __device__ __forceinline__ void make_dz(u32 to, const u16* m, const u16* z, u16*
     const int c = threadIdx.x % CHUNKS * 8, loader = threadIdx.x / CHUNKS;
     if (loader >= LOADERS) return;
     const bool mine = c >= channel && c < channel + NB;
-    float a[8], b[8], k[8];
-#pragma unroll
-    for (int e = 0; e < 8; e++)
-        a[e] = coefficients[c + e], b[e] = coefficients[SO + c + e], k[e] = coefficients[2 * SO + c + e];
+    const Combination combined(coefficients, c);
     const u16* from_m = m + (size_t)tile.first * SO + c;
     const u16* from_z = z + (size_t)tile.first * (D * SO) + i * SO + c;
     u16* out = dz + (size_t)tile.first * (D * SO) + i * SO + c;
@@ -80,7 +88,7 @@ __device__ __forceinline__ void make_dz(u32 to, const u16* m, const u16* z, u16*
 #pragma unroll
         for (int e = 0; e < AT_ONCE; e++) {
             const int slot = slot0 + e * LOADERS;
-            if (ok[e]) v[e] = combine(v[e], y[e], a, b, k);
+            if (ok[e]) v[e] = combined(v[e], y[e]);
             if (ok[e] && mine && inside[e]) *(uint4*)(out + (long)pixel[e] * (D * SO)) = v[e];
             if (slot < SLOTS) store_shared(to + slot * PITCH_H + c * 2, v[e]);
         }
@@ -113,10 +121,7 @@ struct NextTile {
         const int c = threadIdx.x % CHUNKS * 8, loader = threadIdx.x / CHUNKS;
         if (loader >= LOADERS) return;
         const bool mine = c >= channel && c < channel + NB;
-        float a[8], b[8], k[8];
-#pragma unroll
-        for (int e = 0; e < 8; e++)
-            a[e] = coefficients[c + e], b[e] = coefficients[SO + c + e], k[e] = coefficients[2 * SO + c + e];
+        const Combination combined(coefficients, c);
         u16* out = dz + (size_t)tile.first * (D * SO) + i * SO + c;
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
@@ -125,7 +130,7 @@ struct NextTile {
             bool inside;
             if (slot >= SLOTS) continue;
             if (pixel_of<HALO>(slot, tile, batch, pixel, inside)) {
-                v[e] = combine(v[e], y[e], a, b, k);
+                v[e] = combined(v[e], y[e]);
                 if (mine && inside) *(uint4*)(out + (long)pixel * (D * SO)) = v[e];
             }
             store_shared(to + slot * PITCH_H + c * 2, v[e]);
@@ -161,10 +166,7 @@ struct SingleTile {
     __device__ __forceinline__ void make_dz(u32 to, u32 ms, u32 zs, u16* dz, const float* coefficients, int i,
                                             int channel, const Tile& tile) {
         const int c = channel + threadIdx.x % OWN_CHUNKS * 8;
-        float a[8], b[8], s[8];
-#pragma unroll
-        for (int e = 0; e < 8; e++)
-            a[e] = coefficients[c + e], b[e] = coefficients[SO + c + e], s[e] = coefficients[2 * SO + c + e];
+        const Combination combined(coefficients, c);
         u16* out = dz + (size_t)tile.first * (D * SO) + i * SO + c;
         uint4 r[OWN_BATCH], p[OWN_BATCH];
         for_own(tile.count,
@@ -173,7 +175,7 @@ struct SingleTile {
                     p[k] = load_shared(zs + own_at(q, at));
                 },
                 [&](int k, int q, int at) {
-                    r[k] = combine(r[k], p[k], a, b, s);
+                    r[k] = combined(r[k], p[k]);
                     store_shared(to + slot_of<HALO>(q) * PITCH_H + c * 2, r[k]);
                     *(uint4*)(out + (size_t)q * (D * SO)) = r[k];
                 });
