@@ -316,8 +316,8 @@ inference(const u16* x, const u16* packed_x, const u16* packed_h, const u16* pac
     const u32 to_h = kept.slot() * PITCH_H + my_channel * 2;
 
     if (threadIdx.x == 0) {
-        barrier_init(barriers, WM * WN);
-        barrier_init(barriers + 8, WM * WN);
+        barrier_init(barriers, THREADS);
+        barrier_init(barriers + 8, THREADS);
         barrier_publish();
     }
     // What other blocks write here in a step: the other channels of these rows, and the halo.
@@ -374,9 +374,8 @@ inference(const u16* x, const u16* packed_x, const u16* packed_h, const u16* pac
 #pragma unroll
                 for (int k = 0; k < 4; k++) acc[m][n][k] = 0;
         // h_i is written, h_{i-1} and A_{i-1} read.
-        __syncwarp();
         if (threadIdx.x == 0) barrier_arrive_expect(barriers + g % 2 * 8, incoming);
-        else if (lane == 0) barrier_arrive(barriers + g % 2 * 8);
+        else barrier_arrive(barriers + g % 2 * 8);
         if (BUFFERS == 2 && g + 1 < total) convolve<SI, KX, PITCH_X>(acc, xs + (g + 1) % 2 * BYTES_X + from_x, wx, wn, lane);
         barrier_wait(barriers + g % 2 * 8, g / 2 % 2);
         // x_i was read before this thread's neighbours arrived.
