@@ -63,8 +63,10 @@ class Job(ctypes.Structure):
     )  # fmt: skip
 
 
-def pack(weights: tuple[Tensor, Tensor], blocks: tuple[int, int], like: Tensor, *, transposed: bool) -> list[Tensor]:
-    """Two kernels (c_out, c_in, k, k) in the order of pack.cuh, `blocks` outputs together.
+def pack(
+    weights: tuple[Tensor, Tensor], blocks: tuple[int, int], like: Tensor, sums: Sums, *, transposed: bool
+) -> list[Tensor]:
+    """Two kernels (c_out, c_in, k, k) in the order of pack.cuh, `blocks` outputs together; `sums` become zero.
 
     `transposed` gives those of the gradient's convolution.
     """
@@ -79,7 +81,8 @@ def pack(weights: tuple[Tensor, Tensor], blocks: tuple[int, int], like: Tensor, 
         pointers = (kept[-1].data_ptr(), packed[-1].data_ptr())
         jobs.append(Job(*pointers, *strides, size, channels, outputs, k * k, nb, int(transposed)))
     kernel = _kernel("pack", like, {"THREADS": 256}, 0)
-    kernel((cdiv(max(job.total for job in jobs), 256), 2, 1), *jobs)
+    count = sums.zeros.numel()
+    kernel((cdiv(max(count, *(job.total for job in jobs)), 256), 3, 1), *jobs, sums.zeros, count)
     return packed
 
 
@@ -106,12 +109,16 @@ def add_parts(parts: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor]) -> l
 
 
 class Sums:
-    """Two sums a step and channel, in copies; a counter a step for the blocks' wait; and the sums' totals."""
+    """Two sums a step and channel, in copies; a counter a step for the blocks' wait; and the sums' totals.
+
+    `pack` clears what the next launch adds to.
+    """
 
     def __init__(self, layer: Layer, device: torch.device) -> None:
         size = COPIES * 2 * layer.d * layer.so
-        zeros = torch.zeros(size + layer.d, dtype=torch.float32, device=device)
-        self.copies, self.counters = zeros[:size], zeros[size:]  # counters are integers, whose zero is the same
+        self.zeros = torch.empty(size + layer.d, dtype=torch.float32, device=device)
+        # Counters are integers, whose zero is the same.
+        self.copies, self.counters = self.zeros[:size], self.zeros[size:]
         self.total = torch.empty(2, layer.d, layer.so, dtype=torch.float32, device=device)
 
 
@@ -136,7 +143,7 @@ def forward(
     z = torch.empty(layer.n, layer.h, layer.w, layer.d * layer.so, dtype=x.dtype, device=x.device)
     h = torch.empty_like(z)
     sums = Sums(layer, x.device)
-    packed = pack((weight_x, weight_h), (chosen.nb, chosen.nb), x, transposed=False)
+    packed = pack((weight_x, weight_h), (chosen.nb, chosen.nb), x, sums, transposed=False)
     kernel(
         _grid(kernel, chosen, layer, device), x, *packed, gamma.float().contiguous(), beta.float().contiguous(), z, h,
         sums.copies, sums.counters, sums.total, layer.n, float(eps), cooperative=True,
@@ -159,7 +166,8 @@ def backward(
     dx = torch.empty_like(x)
     narrow = plan.input_grad(layer, count)
     assert narrow is not None
-    packed_x, packed_h = pack((weight_x, weight_h), (chosen.dx or narrow.nb, chosen.nb), x, transposed=True)
+    together = (chosen.dx or narrow.nb, chosen.nb)
+    packed_x, packed_h = pack((weight_x, weight_h), together, x, grad_sums, transposed=True)
     kernel(
         _grid(kernel, chosen, layer, device), dh, packed_h, packed_x, gamma.float().contiguous(),
         beta.float().contiguous(), z, sums, masked, dz, dx, grad_sums.copies, grad_sums.counters, grad_sums.total,
