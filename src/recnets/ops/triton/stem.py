@@ -14,18 +14,19 @@ WIDTH = 32
 """Values of a gathered neighbourhood, 3×3 pixels of up to 3 channels and zeros."""
 
 
-@triton.jit(do_not_specialize=["M", "stride_n"])
-def gather_kernel(
-    x, out, M, stride_n, stride_c, stride_y, stride_x,
-    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    """Of each pixel, (tap, channel) of its 3×3 neighbours, zeros outside the picture and up to WIDTH."""
+@triton.jit(do_not_specialize=["M"])
+def gather_kernel(x, out, M, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BP: tl.constexpr):
+    """Of each pixel of rows (N, H, W, C), (tap, channel) of its 3×3 neighbours, zeros outside and up to WIDTH.
+
+    Rows, not any strides: pictures of two channels, each in one piece, came out wrong so on a GPU (Triton 3.6; right in
+    the interpreter).
+    """
     q = (tl.program_id(0) * BP + tl.arange(0, BP)[:, None]).to(tl.int64)
     k = tl.arange(0, WIDTH)[None, :]
     row = (q // W) % H + k // C // 3 - 1
     column = q % W + k // C % 3 - 1
     ok = (q < M) & (k < 9 * C) & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-    at = x + q // (H * W) * stride_n + k % C * stride_c + row * stride_y + column * stride_x
+    at = x + ((q // (H * W) * H + row) * W + column) * C + k % C
     value = tl.load(at, mask=ok, other=0.0)
     tl.store(out + q * WIDTH + k, value.to(out.dtype.element_ty), mask=q < M)
 
@@ -36,8 +37,9 @@ def neighbours(x: Tensor, dtype: torch.dtype) -> Tensor:
     n, channels, height, width = x.shape
     out = torch.empty(n, height, width, WIDTH, dtype=dtype, device=x.device)
     pixels, block = n * height * width, 128
+    rows = x.permute(0, 2, 3, 1).contiguous()
     with torch.cuda.device_of(x):
-        gather_kernel[(triton.cdiv(pixels, block),)](x, out, pixels, *x.stride(), height, width, channels, WIDTH, block)
+        gather_kernel[(triton.cdiv(pixels, block),)](rows, out, pixels, height, width, channels, WIDTH, block)
     return out
 
 
