@@ -1,0 +1,77 @@
+"""What precision and BN's statistics do to a trained network: `python scripts/diagnose_run.py RUN [--data-dir DATA]`.
+
+Prints how far the gradient of a batch of training images is from the one in float64, in fp32, fp16 and bf16 (autocast),
+and the test accuracy as saved and with BN's running statistics computed again from batches of training images. For
+runs that end below expectation: neither should make a difference worth speaking of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recnets.data import Augment, EpochLoader, load_dataset
+from recnets.models.weights import load_weights
+from recnets.training import evaluate
+
+LOSS_SCALE = 1024.0  # keeps small gradients within the range of fp16
+
+
+def gradient(model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+    """All gradients of the mean loss in one float64 vector; half precision by autocast."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    model = copy.deepcopy(model).to(torch.float32 if half else dtype).train()
+    with torch.autocast(images.device.type, dtype=dtype if half else torch.bfloat16, enabled=half):
+        logits = model(images if half else images.to(dtype))
+    (functional.cross_entropy(logits.to(torch.float32 if half else dtype), labels) * LOSS_SCALE).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.cat([grad.double().flatten() for grad in grads]) / LOSS_SCALE
+
+
+@torch.no_grad()
+def with_new_statistics(model: nn.Module, loader: EpochLoader, batches: int) -> nn.Module:
+    """A copy of `model` whose running statistics are the averages over so many batches of training images."""
+    model = copy.deepcopy(model).train()
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.reset_running_stats()
+            norm.momentum = None
+    for batch in itertools.islice(loader.epoch(0), batches):
+        model(loader.normalise(batch.images).contiguous(memory_format=torch.channels_last))
+    return model.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a run folder, a weights file or a published name")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--batches", type=int, default=100, help="of training images, for the statistics")
+    parser.add_argument("--batch-size", type=int, default=64)
+    args = parser.parse_args()
+    model, metadata = load_weights(args.run)
+    model = model.float().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    data = load_dataset(metadata["dataset"], data_dir=args.data_dir)
+    norm = {key: metadata["normalisation"][key] for key in ("mean", "std")}
+    loader = EpochLoader(data.train, args.batch_size, augment=Augment(), **norm)
+
+    batch = next(loader.epoch(0))
+    images = loader.normalise(batch.images)
+    exact = gradient(model, images, batch.labels, torch.float64)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        found = gradient(model, images, batch.labels, dtype)
+        error, cosine = (found - exact).norm() / exact.norm(), functional.cosine_similarity(found, exact, dim=0)
+        print(f"gradient in {str(dtype)[6:]}: {100 * error:.1f} % off float64, cosine {cosine:.4f}", flush=True)
+
+    print(f"accuracy as saved: {evaluate(model, data.test, **norm).accuracy:.2f} %", flush=True)
+    again = evaluate(with_new_statistics(model, loader, args.batches), data.test, **norm).accuracy
+    print(f"accuracy with BN's statistics from {args.batches} batches: {again:.2f} %")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""scripts/diagnose_run.py: precision and BN's statistics of a trained network."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from recnets.data import DataSet, EpochLoader, Split
+from recnets.models import create_model, save_weights
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "diagnose_run.py"
+NORM = {"mean": (0.5,), "std": (0.25,)}
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return create_model("recnet_60_480", num_classes=10, in_channels=1, e=1, s=(4, 4), d=(2, 2))
+
+
+@pytest.fixture(scope="module")
+def split():
+    g = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (48, 1, 8, 8), dtype=torch.uint8, generator=g)
+    return Split(images, torch.randint(0, 10, (48,), generator=g))
+
+
+def test_gradients_differ_by_their_precision(script, model, split):
+    images = split.images.float() / 255
+    exact = script.gradient(model, images, split.labels, torch.float64)
+    assert exact.numel() == sum(p.numel() for p in model.parameters())
+    errors = [
+        float((script.gradient(model, images, split.labels, dtype) - exact).norm() / exact.norm())
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ]
+    assert errors[0] < 1e-4 < errors[1] < errors[2] < 0.5
+
+
+def test_statistics_are_those_of_the_batches(script, model, split):
+    loader = EpochLoader(split, 16, **NORM)
+    new = script.with_new_statistics(model, loader, 2)
+    seen = [loader.normalise(batch.images) for batch in loader.epoch(0)][:2]
+    stem, norm = new.stem.conv, new.stem.norm
+    assert isinstance(norm, nn.BatchNorm2d)
+    means = [stem(images).mean((0, 2, 3)) for images in seen]
+    torch.testing.assert_close(norm.running_mean, (means[0] + means[1]) / 2)
+    assert not new.training
+    assert model.stem.norm.running_mean.abs().sum() == 0  # the network itself stays as it was
+
+
+def test_the_command_prints_both(script, model, split, tmp_path, monkeypatch, capsys):
+    metadata = {"dataset": "digits", "normalisation": {key: list(value) for key, value in NORM.items()}}
+    save_weights(tmp_path / "last.safetensors", model, metadata)
+    data = DataSet("digits", split, split, None, [str(i) for i in range(10)], **NORM)
+    monkeypatch.setattr(script, "load_dataset", lambda name, data_dir: data)
+    monkeypatch.setattr(sys, "argv", ["diagnose_run.py", str(tmp_path / "last.safetensors"), "--batches", "2"])
+    script.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "gradient in float32",
+        "gradient in float16",
+        "gradient in bfloat16",
+        "accuracy as saved",
+        "accuracy with BN's statistics from 2 batches",
+    ]
