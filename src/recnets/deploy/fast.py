@@ -42,7 +42,7 @@ class FastRecurrent(nn.Module):
     `scale` says where a step's BN goes: "folded" has weights for every step with the BN in them (d times the memory
     of W_x and W_h), "shared" has the weights once and scales each step's result; what is faster depends on whether
     d copies fit the processor's caches. `mode`: "stream" adds h_i·A_i into a running sum, "concat" keeps all the
-    h_i for one 1×1 convolution.
+    h_i for one product.
     """
 
     def __init__(self, module: Recurrent, mode: str, scale: str) -> None:
@@ -69,12 +69,7 @@ class FastRecurrent(nn.Module):
             self.weights.append(tuple(channels_last(self._scaled(w, i)) for w in pair))
         matrix, self.start = transition_matrix(module)
         self.expand = module.transition.expand if isinstance(module, SqueezedRecurrent) else nn.Identity()
-        self.matrices = [a.contiguous() for a in matrix.split(crc.s_out)]
-        self.pointwise = channels_last(matrix.t()[:, :, None, None])
-        if mode == "stream":
-            self.pointwise = self.pointwise[:0]
-        else:
-            self.matrices = []
+        self.matrices = [a.contiguous() for a in matrix.split(crc.s_out if mode == "stream" else len(matrix))]
         if not self.folded:
             self.scales = [t[:, None, None] for t in self.scales]
             self.shifts = [t[:, None, None] for t in self.shifts]
@@ -87,7 +82,7 @@ class FastRecurrent(nn.Module):
         super()._apply(fn, recurse)
         for name in ("scales", "shifts", "matrices"):
             setattr(self, name, [fn(t) for t in getattr(self, name)])
-        for name in ("first", "start", "pointwise"):
+        for name in ("first", "start"):
             setattr(self, name, fn(getattr(self, name)))
         self.weights = [tuple(fn(t) for t in pair) for pair in self.weights]
         return self
@@ -111,16 +106,15 @@ class FastRecurrent(nn.Module):
         hidden: list[Tensor] = []
         for i, x_i in enumerate(channels_last(x).split(self.s_in, dim=1)):
             h = self._step(i, x_i, h)
-            if self.mode == "concat":
-                hidden.append(h)
-                continue
             pixels = h.permute(0, 2, 3, 1).reshape(-1, self.s_out)  # a view: h is in channels-last order
-            if total is None:
+            if self.mode == "concat":
+                hidden.append(pixels)
+            elif total is None:
                 total = torch.addmm(self.start, pixels, self.matrices[0])
             else:
                 total.addmm_(pixels, self.matrices[i])
         if total is None:
-            return self.expand(torch.conv2d(torch.cat(hidden, dim=1), self.pointwise, self.start).relu_())
+            total = torch.addmm(self.start, torch.cat(hidden, dim=1), self.matrices[0])
         return self.expand(total.relu_().unflatten(0, (x.shape[0], x.shape[2], x.shape[3])).permute(0, 3, 1, 2))
 
 
