@@ -101,21 +101,31 @@ class FastRecurrent(nn.Module):
         return z.relu_() if self.folded else torch.addcmul(self.shifts[i], z, self.scales[i]).relu_()
 
     def forward(self, x: Tensor) -> Tensor:
+        n, _, height, width = x.shape
+        total = x.new_empty(n * height * width, self.start.shape[0])
+        if torch.compiler.is_compiling():
+            self._sum_states(total, x)
+        else:
+            with torch.inference_mode():  # a good part of the work otherwise is keeping books for gradients
+                self._sum_states(total, x)
+        return self.expand(total.unflatten(0, (n, height, width)).permute(0, 3, 1, 2))
+
+    def _sum_states(self, total: Tensor, x: Tensor) -> None:
+        """relu(Σ_i h_i·A_i + start) in `total`, (N·H·W, c_out)."""
         h: Tensor | None = None
-        total: Tensor | None = None
         hidden: list[Tensor] = []
         for i, x_i in enumerate(channels_last(x).split(self.s_in, dim=1)):
             h = self._step(i, x_i, h)
             pixels = h.permute(0, 2, 3, 1).reshape(-1, self.s_out)  # a view: h is in channels-last order
             if self.mode == "concat":
                 hidden.append(pixels)
-            elif total is None:
-                total = torch.addmm(self.start, pixels, self.matrices[0])
+            elif i == 0:
+                torch.addmm(self.start, pixels, self.matrices[0], out=total)
             else:
                 total.addmm_(pixels, self.matrices[i])
-        if total is None:
-            total = torch.addmm(self.start, torch.cat(hidden, dim=1), self.matrices[0])
-        return self.expand(total.relu_().unflatten(0, (x.shape[0], x.shape[2], x.shape[3])).permute(0, 3, 1, 2))
+        if hidden:
+            torch.addmm(self.start, torch.cat(hidden, dim=1), self.matrices[0], out=total)
+        total.relu_()
 
 
 def transition_matrix(module: Recurrent) -> tuple[Tensor, Tensor]:
