@@ -141,11 +141,7 @@ def poison() -> None:
     del held
 
 
-@on_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_every_gradient(shape, dtype, rms):
+def check_forward_and_every_gradient(shape, dtype, rms) -> None:
     n, h, w, s_in, s_out, d, kernel_x, kernel_h = shape
     x = torch.randn(n, h, w, d * s_in, device="cuda").to(dtype)
     weight_x = (torch.randn(s_out, s_in, kernel_x, kernel_x, device="cuda") / (s_in * kernel_x**2) ** 0.5).to(dtype)
@@ -173,3 +169,22 @@ def test_forward_and_every_gradient(shape, dtype, rms):
         want = torch.zeros_like(e) if e.grad is None else e.grad
         # Sums over 200,000 pixels of random gradients cancel: what is left is small against their rounding.
         assert rms(a, want) < (2e-2 if n > 100 else 1e-2), name
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_and_every_gradient(shape, dtype, rms):
+    check_forward_and_every_gradient(shape, dtype, rms)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [28, 32, 44])
+@pytest.mark.parametrize("layer", layers("recnet_90_960", 16)[::2] + layers("recnet_90_960", 64)[::2], ids=str)
+def test_plans_for_a_share_of_the_device(layer, count, rms, monkeypatch):
+    """As in runs side by side, each with some of the multiprocessors."""
+    monkeypatch.setattr(crc, "multiprocessors", lambda index: count)
+    shape = (layer.n, layer.h, layer.w, layer.si, layer.so, layer.d, layer.kx, layer.kh)
+    check_forward_and_every_gradient(shape, torch.bfloat16, rms)
