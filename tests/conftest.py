@@ -1,8 +1,12 @@
 """What every test starts from, and the specification in the form that the tests of layers compare with."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +38,34 @@ def _poisoned(request):
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+@pytest.fixture(scope="session")
+def in_two_processes() -> Callable[[Path, Path], list[Any]]:
+    """`in_two_processes(worker, folder)`: `python worker RANK 2 folder` for both ranks, and what they leave there."""
+
+    def run(worker: Path, folder: Path) -> list[Any]:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(worker), str(rank), "2", str(folder)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            for process in processes:
+                output, _ = process.communicate(timeout=240)
+                assert process.returncode == 0, output
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [torch.load(folder / f"result{rank}.pt") for rank in range(2)]
+
+    return run
 
 
 @dataclass

@@ -1,9 +1,6 @@
 """Two processes with half of a batch each, beside one process with the whole batch."""
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +24,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, in_two_processes):
     """(job, models before, results of the two processes)."""
     folder = tmp_path_factory.mktemp("processes")
     torch.manual_seed(0)
@@ -40,26 +37,7 @@ def runs(tmp_path_factory):
         "states": {case: model.state_dict() for case, model in models.items()},
     }
     torch.save(job, folder / "job.pt")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), "2", str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, output
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return job, models, [torch.load(folder / f"result{rank}.pt") for rank in range(2)]
+    return job, models, in_two_processes(WORKER, folder)
 
 
 def compare(actual, expected, what):
