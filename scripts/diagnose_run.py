@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import sys
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recnets.data import Augment, EpochLoader, load_dataset
+from recnets.errors import RecNetsError
 from recnets.models.weights import load_weights
 from recnets.training import evaluate
 
@@ -74,4 +76,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RecNetsError as error:
+        sys.exit(f"error: {error}")
