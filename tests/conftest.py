@@ -1,5 +1,6 @@
 """What every test starts from, and the specification in the form that the tests of layers compare with."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -66,6 +67,22 @@ def in_two_processes() -> Callable[[Path, Path], list[Any]]:
         return [torch.load(folder / f"result{rank}.pt") for rank in range(2)]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def load_script() -> Callable[[str], Any]:
+    """`load_script("publish_weights")`: that file of scripts/ as a module of its own."""
+
+    def load(name: str) -> Any:
+        path = Path(__file__).parents[1] / "scripts" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import tomllib
@@ -123,11 +122,6 @@ def test_readme_table_is_what_recnet_list_counts():
 
 
 @pytest.mark.parametrize("drawing", ["recurrent"])
-def test_drawings_are_what_their_scripts_draw(drawing):
-    path = ROOT / "scripts" / f"draw_{drawing}.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec
-    assert spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+def test_drawings_are_what_their_scripts_draw(drawing, load_script):
+    script = load_script(f"draw_{drawing}")
     assert script.OUT.read_text(encoding="utf-8") == script.draw()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +11,12 @@ from torch import nn
 from recnets.data import DataSet, EpochLoader, Split
 from recnets.models import create_model, save_weights
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "diagnose_run.py"
 NORM = {"mean": (0.5,), "std": (0.25,)}
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(load_script):
+    return load_script("diagnose_run")
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +11,10 @@ from recnets.models import create_model, load_weights, save_weights, weights
 from recnets.training import RunFolder, load_recipe
 from recnets.utils import versions
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "publish_weights.py"
-
 
 @pytest.fixture
-def script(monkeypatch, tmp_path):
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def script(load_script, monkeypatch, tmp_path):
+    module = load_script("publish_weights")
     shelf = tmp_path / "weights"
     monkeypatch.setattr(module, "PUBLISHED_FOLDER", shelf)
     monkeypatch.setattr(weights, "PUBLISHED_FOLDER", shelf)

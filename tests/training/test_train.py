@@ -382,23 +382,3 @@ def test_threads_are_given_back(
         torch.set_num_threads(1)
     assert set(used[: len(used) // 2]) == {1}
     assert set(used[len(used) // 2 :]) == {2}
-
-
-def test_plain_lines_when_the_output_is_no_terminal(
-    tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions
-) -> None:
-    screen = StringIO()
-    console = Console(file=screen, width=60)
-    train(make_recipe(), out=tmp_path / "run", data=stripes_data, options=options, console=console)
-    lines = screen.getvalue().splitlines()
-    assert [line.split("  ")[0] for line in lines[1:4]] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
-    assert all(word in lines[3] for word in ("loss", "train", "test", "lr", "images/s", "left"))
-    assert "\x1b" not in screen.getvalue()
-
-
-def test_live_bar_on_a_terminal(tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions) -> None:
-    screen = StringIO()
-    console = Console(file=screen, force_terminal=True, width=160)
-    train(make_recipe(), out=tmp_path / "run", data=stripes_data, options=options, console=console)
-    assert "━" in screen.getvalue()
-    assert "images/s" in screen.getvalue()

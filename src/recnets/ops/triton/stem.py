@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recnets.ops.triton.op import rows_of
+
 WIDTH = 32
 """Values of a gathered neighbourhood, 3×3 pixels of up to 3 channels and zeros."""
 
@@ -37,9 +39,8 @@ def neighbours(x: Tensor, dtype: torch.dtype) -> Tensor:
     n, channels, height, width = x.shape
     out = torch.empty(n, height, width, WIDTH, dtype=dtype, device=x.device)
     pixels, block = n * height * width, 128
-    rows = x.permute(0, 2, 3, 1).contiguous()
     with torch.cuda.device_of(x):
-        gather_kernel[(triton.cdiv(pixels, block),)](rows, out, pixels, height, width, channels, WIDTH, block)
+        gather_kernel[(triton.cdiv(pixels, block),)](rows_of(x), out, pixels, height, width, channels, WIDTH, block)
     return out
 
 
