@@ -162,6 +162,8 @@ _TABLES = (
         (
             Row(("RecNet-60-1280, hidden head",), "recnet_60_1280", {"head": "hidden"}, DEFAULT, "1,769K"),
             Row(("RecNet-60-480, hidden head",), "recnet_60_480", {"head": "hidden"}, _both(93.28, 73.68), "316K"),
+            Row(("RecNet-90-960, hidden head",), "recnet_90_960", {"head": "hidden"}, _both(94.32, 76.31), "863K"),
+            Row(("RecNet-90-640, hidden head",), "recnet_90_640", {"head": "hidden"}, _both(93.95, 75.86), "537K"),
         ),
         extra=True,
     ),
