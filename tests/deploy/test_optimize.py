@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from torch import Tensor, nn
 
 from recnets.deploy import optimize, squeeze
 from recnets.deploy.bench import plain as plain_modules
-from recnets.deploy.columns import ColumnRecurrent
 from recnets.deploy.fast import FastRecurrent, FastStem
+from recnets.deploy.products import ProductRecurrent
+from recnets.deploy.winograd import WinogradRecurrent
 
 
 def assert_same(got: Tensor, expected: Tensor) -> None:
@@ -36,7 +39,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("overrides", VARIANTS, ids=str)
-@pytest.mark.parametrize("mode", ["stream", "concat", "columns", "rows"])
+@pytest.mark.parametrize("mode", ["stream", "concat", "columns", "rows", "winograd"])
 @pytest.mark.parametrize("scale", ["folded", "shared"])
 def test_same_outputs(trained, overrides, mode, scale):
     model = trained(**overrides)
@@ -57,21 +60,45 @@ def test_every_layer_is_replaced_and_the_model_stays_as_it_is(trained):
 
 
 @pytest.mark.parametrize("overrides", [{}, {"kernel_x": 1, "kernel_h": 1}, {"kernel_x": 5, "kernel_h": 5}], ids=str)
-@pytest.mark.parametrize("mode", ["columns", "rows"])
+@pytest.mark.parametrize("mode", ["columns", "rows", "winograd"])
 def test_products_on_batches_larger_than_what_is_gathered_at_once(trained, overrides, mode):
     model = trained(**overrides)
     x = torch.randn(7, 3, 20, 24)  # two pictures at a time in the first stage, eight in the second
     with torch.no_grad():
         fast = optimize(model, mode=mode, image_size=8)
-        assert all(isinstance(module, ColumnRecurrent) for stage in fast.stages for module in stage)
+        assert all(isinstance(module, ProductRecurrent) for stage in fast.stages for module in stage)
         assert_same(fast(x), model(x))
+
+
+@pytest.mark.parametrize("mode", ["columns", "rows", "winograd"])
+def test_kept_buffers_are_nobody_elses(trained, mode):
+    """Products keep their buffers between calls: neither an older result nor another thread may see them change."""
+    module = optimize(trained(), mode=mode, image_size=8).stages[0][0]
+    model = trained()
+    maps = [model.stem(torch.randn(1, 3, 12, 12)).detach() for _ in range(8)]
+    expected = [module(x).clone() for x in maps]
+    results = [module(x) for x in maps]
+    assert all(torch.equal(got, y) for got, y in zip(results, expected, strict=True))
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert all(map(torch.equal, pool.map(module, maps), expected))
+    assert_same(copy.deepcopy(module).double()(maps[0].double()).float(), expected[0])
+
+
+def test_what_cannot_be_written_as_products_says_so(trained):
+    module = trained(padding_mode="circular").stages[0][0]
+    with pytest.raises(ValueError, match=r"WinogradRecurrent cannot run CRC\(.*zeros around the map"):
+        WinogradRecurrent(module)
+    half = trained().half().stages[0][0]
+    with pytest.raises(ValueError, match="single or double precision"):
+        WinogradRecurrent(half)
 
 
 def test_squeezed(trained):
     small = squeeze(trained(dead=0.4), 0.0)
     x = torch.randn(3, 3, 13, 17)
     with torch.no_grad():
-        for mode in ("stream", "concat", "columns", "rows"):
+        for mode in ("stream", "concat", "columns", "rows", "winograd"):
             assert_same(optimize(small, mode=mode, image_size=8)(x), small(x))
 
 

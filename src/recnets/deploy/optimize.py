@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from recnets.deploy.columns import ColumnRecurrent
 from recnets.deploy.fast import FastRecurrent, FastStem
+from recnets.deploy.winograd import WinogradRecurrent
 from recnets.layers import Recurrent
 from recnets.models import RecNet
 from recnets.utils import choose
 
-MODES = ("auto", "stream", "concat", "columns", "rows")
-PRODUCTS = ("columns", "rows")
+MODES = ("auto", "stream", "concat", "columns", "rows", "winograd")
+PRODUCTS = ("columns", "rows", "winograd")
 SCALES = ("auto", "folded", "shared")
 ROUNDS = 15
 
@@ -34,10 +35,12 @@ def supported(module: Recurrent) -> bool:
 
 
 def written(module: Recurrent, mode: str, scale: str) -> FastRecurrent:
-    """The module in one of the ways to run it; where neighbourhoods cannot be gathered, "stream"."""
-    if mode not in PRODUCTS:
-        return FastRecurrent(module, mode, scale)
-    return ColumnRecurrent(module, mode) if ColumnRecurrent.possible(module) else written(module, "stream", scale)
+    """The module in one of the ways to run it; what cannot be written as products streams."""
+    if mode == "winograd" and WinogradRecurrent.possible(module):
+        return WinogradRecurrent(module)
+    if mode in PRODUCTS and ColumnRecurrent.possible(module):
+        return ColumnRecurrent(module, "rows" if mode == "winograd" else mode)
+    return FastRecurrent(module, "stream" if mode in PRODUCTS else mode, scale)
 
 
 def _fastest(module: Recurrent, x: Tensor, modes: list[str], scales: list[str]) -> FastRecurrent:
@@ -74,8 +77,9 @@ def optimize(
     Args:
         model: a RecNet, or any other model of this package (which gets channels-last order only). It stays as it is.
         image_size: the pictures for which the ways to run a layer are timed; any other size works too.
-        mode: "stream" or "concat" (convolutions), "columns" or "rows" (matrix products, see `ColumnRecurrent`), or
-            "auto" for what is fastest in each layer on this machine. A compiler does better with the first two.
+        mode: "stream" or "concat" (convolutions), "columns" or "rows" (matrix products, see `ColumnRecurrent`),
+            "winograd" (fewer of them, see `WinogradRecurrent`), or "auto" for what is fastest in each layer on this
+            machine. A compiler does better with the first two.
         scale: for convolutions, "folded", "shared" or "auto" likewise; see `FastRecurrent`. "folded" with d large costs
             memory.
         compile: also `torch.compile` it, with `compile_options`.

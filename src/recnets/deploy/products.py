@@ -1,0 +1,92 @@
+"""Recurrent modules whose steps are matrix products: what the ways to write them have in common."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recnets.deploy.fast import FastRecurrent, channels_last
+from recnets.layers import Recurrent
+
+# Pictures are taken together up to this many pixels: what is gathered of them should stay in the processor's cache.
+PIXELS = 1024
+# A thread takes at least this many rows of a product.
+SHARE = 32
+
+
+def shares(rows: int, device: torch.device) -> int:
+    """In how many equal parts a product of this many rows is best written: one a thread, as a batch of products.
+
+    Threads that share one small product wait for each other much of the time.
+    """
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    return math.gcd(rows, threads) if rows >= SHARE * threads else 1
+
+
+@lru_cache(maxsize=12)
+def _kept(build: Callable[..., Any], thread: int, key: tuple[Any, ...]) -> Any:
+    return build(*key)
+
+
+class ProductRecurrent(FastRecurrent):
+    """`FastRecurrent` in mode "stream" by matrix products; subclasses say how.
+
+    A step's BN scales its result: a product that starts from a vector of shifts takes longer, and weights for every
+    step would not fit the caches.
+    """
+
+    def __init__(self, module: Recurrent) -> None:
+        if not self.possible(module):
+            layer = f"CRC({module.crc.extra_repr()}) in {module.crc.weight_h.dtype}"
+            raise ValueError(f"{type(self).__name__} cannot run {layer}: {self.possible.__doc__}")
+        super().__init__(module, "stream", "shared")
+        self.scales, self.shifts = ([v.flatten() for v in vectors] for vectors in (self.scales, self.shifts))
+
+    @staticmethod
+    def possible(module: Recurrent) -> bool:
+        """There must be two steps, kernels of one size, and zeros around the map."""
+        crc = module.crc
+        return crc.d > 1 and crc.weight_x.shape[-1] == crc.weight_h.shape[-1] and crc.padding_mode == "zeros"
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, _, height, width = x.shape
+        some = max(1, PIXELS // (height * width))
+        x = channels_last(x)
+        if n > some:
+            return channels_last(torch.cat([self._some(part) for part in x.split(some)]))
+        return self._some(x)
+
+    def _some(self, x: Tensor) -> Tensor:
+        n, _, height, width = x.shape
+        y = x.new_empty(n, height, self._computed(width), self.start.shape[0])
+        with torch.inference_mode():  # a good part of the work otherwise is keeping books for gradients
+            sums = self._sums(x)
+            torch.add(sums, self.start, out=y.view(sums.shape)).relu_()
+        return self.expand(channels_last(y.narrow(2, 0, width).permute(0, 3, 1, 2)))
+
+    def _computed(self, width: int) -> int:
+        """How many pixels of a line are computed."""
+        return width
+
+    def _sums(self, x: Tensor) -> Tensor:
+        """Σ_i h_i·A_i, (N, H, …, c_out) with a line's pixels in order, in memory that the next call writes over."""
+        raise NotImplementedError
+
+    def _space(self, build: Callable[..., Any], x: Tensor, *key: Any) -> Any:
+        """`build`'s buffers and views for maps like x. For small maps they are kept: making them takes a while."""
+        n, _, height, width = x.shape
+        sizes = (n, height, width, self.s_in, self.s_out, self.start.shape[0], *key, x.dtype, x.device)
+        if n * height * width > PIXELS:
+            return build(*sizes)
+        # Two threads must not write to the same.
+        return _kept(build, threading.get_ident(), (*sizes, torch.get_num_threads()))
+
+    def _matrices(self, parts: int) -> list[Tensor]:
+        """The A_i, for a product in so many parts."""
+        return [a.expand(parts, -1, -1) for a in self.matrices]
