@@ -1,8 +1,9 @@
-"""What precision and BN's statistics do to a trained network: `python scripts/diagnose_run.py RUN [--data-dir DATA]`.
+"""What precision and BN do to a trained network: `python scripts/diagnose_run.py RUN [--data-dir DATA]`.
 
-Prints how far the gradient of a batch of training images is from the one in float64, in fp32, fp16 and bf16 (autocast),
-and the test accuracy as saved and with BN's running statistics computed again from batches of training images. For
-runs that end below expectation: neither should make a difference worth speaking of.
+Prints the share of each CRC layer's step channels that training switched off (BN weight below 1e-2); how far the
+gradient of a batch of training images is from the one in float64, in fp32, fp16 and bf16 (autocast); and the test
+accuracy as saved and with BN's running statistics computed again from batches of training images. For runs that end
+below expectation: neither precision nor statistics should make a difference worth speaking of.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from torch.nn import functional
 
 from recnets.data import Augment, EpochLoader, load_dataset
 from recnets.errors import RecNetsError
+from recnets.layers import CRC
 from recnets.models.weights import load_weights
 from recnets.training import evaluate
 
+DEAD = 1e-2
 LOSS_SCALE = 1024.0  # keeps small gradients within the range of fp16
 
 
@@ -34,6 +37,12 @@ def gradient(model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtyp
     (functional.cross_entropy(logits.to(torch.float32 if half else dtype), labels) * LOSS_SCALE).backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return torch.cat([grad.double().flatten() for grad in grads]) / LOSS_SCALE
+
+
+def dead(model: nn.Module) -> list[tuple[int, int]]:
+    """(step channels whose BN weight is nearly zero, step channels) of every CRC layer."""
+    weights = [m.norm.weight for m in model.modules() if isinstance(m, CRC) and m.norm is not None]
+    return [(int((weight.abs() < DEAD).sum()), len(weight)) for weight in weights]
 
 
 @torch.no_grad()
@@ -62,6 +71,10 @@ def main() -> None:
     norm = {key: metadata["normalisation"][key] for key in ("mean", "std")}
     loader = EpochLoader(data.train, args.batch_size, augment=Augment(), **norm)
 
+    if counts := dead(model):
+        share = sum(off for off, _ in counts) / sum(of for _, of in counts)
+        layers = ", ".join(f"{100 * off / of:.0f}" for off, of in counts)
+        print(f"step channels switched off: {100 * share:.0f} % (layer by layer {layers} %)", flush=True)
     batch = next(loader.epoch(0))
     images = loader.normalise(batch.images)
     exact = gradient(model, images, batch.labels, torch.float64)

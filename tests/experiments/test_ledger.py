@@ -55,6 +55,14 @@ def test_precision_does_not_make_another_run_but_the_recipe_does(tmp_path, make_
         ledger.done(demo_run())
 
 
+def test_a_run_older_than_a_setting_was_run_with_its_default(tmp_path, make_entry):
+    ledger = Ledger(tmp_path)
+    entry = make_entry(demo_run(), 77.5)
+    entry["recipe"] = {key: value for key, value in entry["recipe"].items() if key != "init"}
+    ledger.add(entry)
+    assert ledger.done(demo_run())
+
+
 def test_a_failure_is_kept_until_the_run_succeeds(tmp_path, make_entry):
     ledger, run = Ledger(tmp_path), demo_run()
     ledger.add_failure(run, "out of\nmemory", "recnet reproduce")

@@ -55,7 +55,14 @@ def test_statistics_are_those_of_the_batches(script, model, split):
     assert model.stem.norm.running_mean.abs().sum() == 0  # the network itself stays as it was
 
 
-def test_the_command_prints_both(script, model, split, tmp_path, monkeypatch, capsys):
+def test_channels_that_training_switched_off(script, model):
+    assert script.dead(model) == [(0, 8)] * 4
+    with torch.no_grad():
+        model.stages[1][0].crc.norm.weight[:3] = torch.tensor([0.009, -0.001, 0.011])
+    assert script.dead(model) == [(0, 8), (0, 8), (2, 8), (0, 8)]
+
+
+def test_the_command_prints_all(script, model, split, tmp_path, monkeypatch, capsys):
     metadata = {"dataset": "digits", "normalisation": {key: list(value) for key, value in NORM.items()}}
     save_weights(tmp_path / "last.safetensors", model, metadata)
     data = DataSet("digits", split, split, None, [str(i) for i in range(10)], **NORM)
@@ -64,6 +71,7 @@ def test_the_command_prints_both(script, model, split, tmp_path, monkeypatch, ca
     script.main()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [
+        "step channels switched off",
         "gradient in float32",
         "gradient in float16",
         "gradient in bfloat16",

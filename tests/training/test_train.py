@@ -17,6 +17,7 @@ from recnets.errors import RecNetsError
 from recnets.models import load_weights, read_metadata
 from recnets.training import Diverged, Recipe, RunFolder, RunOptions, TrainResult, evaluate, train
 from recnets.training.checkpoint import load_checkpoint
+from recnets.training.session import build_model
 from recnets.training.step import TrainStep
 
 Make = Callable[..., Recipe]
@@ -382,3 +383,14 @@ def test_threads_are_given_back(
         torch.set_num_threads(1)
     assert set(used[: len(used) // 2]) == {1}
     assert set(used[len(used) // 2 :]) == {2}
+
+
+def test_initial_weights_by_torchs_defaults(stripes_data: DataSet, make_recipe: Make, options: RunOptions) -> None:
+    """Smaller by a factor of √6 than He's, each kernel by its own fan-in, and uniform: none beyond √3 deviations."""
+    recipes = [make_recipe(model="recnet_60_480", init=init) for init in ("model", "torch")]
+    own, torchs = (build_model(recipe, options, stripes_data).state_dict() for recipe in recipes)
+    kernels = [name for name, value in own.items() if value.ndim == 4]
+    assert len(kernels) == 1 + 6 * 3  # the stem; W_x, W_h and the transition of each module
+    for name in kernels:
+        assert float(torchs[name].abs().max()) <= own[name][0].numel() ** -0.5
+        assert float(own[name].square().mean() / torchs[name].square().mean()) == pytest.approx(6, rel=0.2)

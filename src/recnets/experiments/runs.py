@@ -109,7 +109,9 @@ def distinct(found: Iterable[Place]) -> list[Run]:
 
 
 def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any], ignore: Iterable[str] = ()) -> list[str]:
-    """`["epochs: 3 -> 200"]` between two recipes as dicts."""
+    """`["epochs: 3 -> 200"]` between two recipes as dicts. One older than a setting was run with its default."""
     skip = set(ignore)
+    defaults = Recipe().to_dict()
+    old, new = {**defaults, **old}, {**defaults, **new}
     keys = [key for key in new if key not in skip] + [key for key in old if key not in new and key not in skip]
     return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]

@@ -59,6 +59,7 @@ ModelOptions = Annotated[dict[str, Any], _as_arguments()]
 Precision = Literal["fp32", "tf32", "bf16"]
 Granularity = Literal["step", "epoch"]
 Decay = Literal["all", "weights"]
+Init = Literal["model", "torch"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class Recipe:
     seed: int = 0
     """Seed of the initial weights, the order of the images and their augmentation."""
 
+    init: Init = "model"
+    """Initial weights as the model draws them (a RecNet by He's rule), or by PyTorch's defaults."""
     epochs: int = 100
     """Passes over the training set."""
     batch_size: int = 128

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from recnets.data import Augment, DataSet, EpochLoader
 from recnets.errors import RecNetsError
-from recnets.layers import convert_sync_batchnorm
+from recnets.layers import CRC, convert_sync_batchnorm
 from recnets.models import create_model
 from recnets.training.distill import load_teacher
 from recnets.training.distributed import Processes
@@ -108,11 +109,24 @@ def build_model(recipe: Recipe, options: RunOptions, data: DataSet) -> nn.Module
     if options.backend != "auto":
         overrides["backend"] = options.backend
     try:
-        return create_model(recipe.model, num_classes=data.num_classes, in_channels=data.in_channels, **overrides)
+        model = create_model(recipe.model, num_classes=data.num_classes, in_channels=data.in_channels, **overrides)
     except (TypeError, ValueError) as error:
         if overrides and isinstance(error, TypeError):
             raise RecNetsError(f"{recipe.model} cannot be built with {overrides}: {error}") from error
         raise RecNetsError(str(error)) from error
+    if recipe.init == "torch":
+        model.apply(_as_torch_does)
+    return model
+
+
+@torch.no_grad()
+def _as_torch_does(module: nn.Module) -> None:
+    """PyTorch's default initial weights; a CRC layer's like a convolution's, uniform of variance 1 / (3 · fan-in)."""
+    if isinstance(module, nn.Conv2d | nn.Linear):
+        module.reset_parameters()
+    elif isinstance(module, CRC):
+        for weight in (module.weight_x, module.weight_h):
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
 def _build_loader(recipe: Recipe, data: DataSet, device: torch.device, processes: Processes) -> EpochLoader:
