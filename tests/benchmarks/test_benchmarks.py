@@ -191,4 +191,4 @@ def test_matrix_products_are_checked(script, monkeypatch, capsys):
 
     monkeypatch.setattr(torch, "mm", unfinished)
     assert products.main() == 1
-    assert "2 of 2 products are wrong" in capsys.readouterr().out
+    assert "2 of 2 shapes are wrong" in capsys.readouterr().out

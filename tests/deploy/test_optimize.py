@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recnets.deploy import optimize, squeeze
 from recnets.deploy.bench import plain as plain_modules
@@ -83,6 +84,27 @@ def test_kept_buffers_are_nobody_elses(trained, mode):
         for _ in range(5):
             assert all(map(torch.equal, pool.map(module, maps), expected))
     assert_same(copy.deepcopy(module).double()(maps[0].double()).float(), expected[0])
+
+
+@pytest.mark.parametrize("mode", ["columns", "rows", "winograd"])
+def test_an_export_leaves_nothing_behind(trained, mode):
+    """Its tensors hold no numbers: kept as buffers they would make every later call wrong."""
+    model, x = trained(), torch.randn(2, 3, 16, 16)
+    fast = optimize(model, mode=mode, image_size=16)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        fast(fake.from_tensor(x))
+    with torch.no_grad():
+        assert_same(fast(x), model(x))
+
+
+@pytest.mark.parametrize("mode", ["stream", "columns", "rows", "winograd"])
+def test_no_pictures(trained, mode):
+    assert optimize(trained(), mode=mode, image_size=8)(torch.randn(0, 3, 8, 8)).shape == (0, 10)
+
+
+def test_a_compiler_takes_convolutions_only(trained):
+    with pytest.raises(ValueError, match="compile=True goes with mode 'auto', 'stream' or 'concat', got 'rows'"):
+        optimize(trained(), mode="rows", compile=True)
 
 
 def test_what_cannot_be_written_as_products_says_so(trained):

@@ -79,7 +79,7 @@ def optimize(
         image_size: the pictures for which the ways to run a layer are timed; any other size works too.
         mode: "stream" or "concat" (convolutions), "columns" or "rows" (matrix products, see `ColumnRecurrent`),
             "winograd" (fewer of them, see `WinogradRecurrent`), or "auto" for what is fastest in each layer on this
-            machine. A compiler does better with the first two.
+            machine. A compiler takes the first two.
         scale: for convolutions, "folded", "shared" or "auto" likewise; see `FastRecurrent`. "folded" with d large costs
             memory.
         compile: also `torch.compile` it, with `compile_options`.
@@ -87,6 +87,8 @@ def optimize(
     The outputs are those of `model.eval()` to float32 rounding.
     """
     choose(mode, MODES, "mode")
+    if compile and mode in PRODUCTS:
+        raise ValueError(f"compile=True goes with mode 'auto', 'stream' or 'concat', got {mode!r}")
     choose(scale, SCALES, "scale")
     fast = copy.deepcopy(model).eval().requires_grad_(False)
     if isinstance(fast, RecNet):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,9 +28,19 @@ def shares(rows: int, device: torch.device) -> int:
     return math.gcd(rows, threads) if rows >= SHARE * threads else 1
 
 
-@lru_cache(maxsize=12)
-def _kept(build: Callable[..., Any], thread: int, key: tuple[Any, ...]) -> Any:
-    return build(*key)
+# Of so many sizes a thread keeps the buffers; two threads must not write to the same.
+KEPT = 12
+_here = threading.local()
+
+
+def _kept(build: Callable[..., Any], sizes: tuple[Any, ...]) -> Any:
+    """`build(*sizes)` of this thread, made anew where it is not among the last used."""
+    spaces: dict[Any, Any] = _here.__dict__.setdefault("spaces", {})
+    key = (build, sizes)
+    spaces[key] = spaces.pop(key) if key in spaces else build(*sizes)
+    if len(spaces) > KEPT:
+        del spaces[next(iter(spaces))]
+    return spaces[key]
 
 
 class ProductRecurrent(FastRecurrent):
@@ -58,6 +67,8 @@ class ProductRecurrent(FastRecurrent):
         n, _, height, width = x.shape
         some = max(1, PIXELS // (height * width))
         x = channels_last(x)
+        if n == 0:
+            return self.expand(x.new_empty(0, self.start.shape[0], height, width))
         if n > some:
             return channels_last(torch.cat([self._some(part) for part in x.split(some)]))
         return self._some(x)
@@ -79,13 +90,17 @@ class ProductRecurrent(FastRecurrent):
         raise NotImplementedError
 
     def _space(self, build: Callable[..., Any], x: Tensor, *key: Any) -> Any:
-        """`build`'s buffers and views for maps like x. For small maps they are kept: making them takes a while."""
+        """`build`'s buffers and views for maps like x.
+
+        Making them takes a while, so for small maps on a CPU they are kept. Not on a GPU, where two streams could write
+        to the same, nor while a compiler or an export looks on, whose tensors hold nothing.
+        """
         n, _, height, width = x.shape
         sizes = (n, height, width, self.s_in, self.s_out, self.start.shape[0], *key, x.dtype, x.device)
-        if n * height * width > PIXELS:
+        real = type(x) is Tensor and not torch.compiler.is_compiling()
+        if not real or x.device.type != "cpu" or n * height * width > PIXELS:
             return build(*sizes)
-        # Two threads must not write to the same.
-        return _kept(build, threading.get_ident(), (*sizes, torch.get_num_threads()))
+        return _kept(build, (*sizes, torch.get_num_threads()))
 
     def _matrices(self, parts: int) -> list[Tensor]:
         """The A_i, for a product in so many parts."""

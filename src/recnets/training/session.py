@@ -121,7 +121,7 @@ def build_model(recipe: Recipe, options: RunOptions, data: DataSet) -> nn.Module
 
 @torch.no_grad()
 def _as_torch_does(module: nn.Module) -> None:
-    """PyTorch's default initial weights; a CRC layer's like a convolution's, uniform of variance 1 / (3 · fan-in)."""
+    """PyTorch's default initial weights; a CRC layer's kernels like a convolution's, its bias stays 0."""
     if isinstance(module, nn.Conv2d | nn.Linear):
         module.reset_parameters()
     elif isinstance(module, CRC):
