@@ -131,6 +131,8 @@ def test_only_chooses_runs():
     assert names("*head_hidden-cifar100*") == {
         "recnet_60_1280-head_hidden-cifar100-s0",
         "recnet_60_480-head_hidden-cifar100-s0",
+        "recnet_90_960-head_hidden-cifar100-s0",
+        "recnet_90_640-head_hidden-cifar100-s0",
     }
     with pytest.raises(ValueError, match=r"recnet_60_48.*did you mean 'recnet_60_480'"):
         names("recnet_60_48")
