@@ -179,7 +179,7 @@ def main() -> int:
     times = 0.0 if difference == 0 else difference / noise if noise else math.inf
     verdict = f"largest difference {difference:.4g}, noise {noise:.4g}, {times:.2f} times the noise"
     path = args.out / (file_name("curves", args.model, args.data, recipe.precision, context(device)) + ".csv")
-    rows = [{"step": end, **{run.name: f"{run.losses[i]:.6f}" for run in runs}} for i, end in enumerate(ends)]
+    rows = [{"step": end, **{run.name: f"{run.losses[i]:.9g}" for run in runs}} for i, end in enumerate(ends)]
     write_csv(path, rows, f"{title}; mean training loss of the steps since the row above", f"test: {about}", verdict)
     atomic_write(path.with_suffix(".svg"), draw(runs, [end / steps for end in ends], title))
     print(f"test accuracy: {about}\n{verdict}\n{path}\n{path.with_suffix('.svg')}")
