@@ -131,6 +131,25 @@ def test_streaming_halves_the_memory_of_a_module(s, side, batch):
     assert peaks["stream"] <= peaks["concat"] / 2
 
 
+def allocations(module, x):
+    """Bytes of every allocation in `module(x)`, those inside an operator too."""
+    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profiler:
+        module(x)
+    events = profiler.profiler.kineto_results.events()
+    return [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0]
+
+
+@pytest.mark.parametrize(("s", "side"), [(8, 32), (16, 16)])
+def test_no_operator_makes_something_wide_for_itself(s, side):
+    """PyTorch's own convolution of a single small map would gather 9·s_out channels."""
+    module = Recurrent(s, 4 * s, 10 * s, 10).eval()
+    x = torch.randn(1, 10 * s, side, side)
+    largest = max(allocations(module, x))
+    assert largest <= 4 * max(x.numel(), module.crc.weight_h.numel())
+    module.mode = "concat"
+    assert max(allocations(module, x)) >= 4 * 10 * 4 * s * side * side
+
+
 def test_the_model_is_left_as_it_is():
     model = create_model("RecNet(2, 2, 3)").train()
     before = copy.deepcopy(model.state_dict())

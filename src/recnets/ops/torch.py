@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from recnets.ops.norm import Norm
 
@@ -35,6 +36,34 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, padding_mode: st
     if padding_mode == "zeros" or radius == 0:
         return F.conv2d(x, weight, bias, padding=radius)
     return F.conv2d(F.pad(x, (radius, radius, radius, radius), mode=padding_mode), weight, bias)
+
+
+def infer_conv(x: Tensor, weight: Tensor, padding_mode: str) -> Tensor:
+    """`conv` in inference, without a bias and never through columns.
+
+    Of a single small map on a CPU PyTorch would copy the k·k neighbours of every pixel side by side, for a matrix
+    product: k·k·s_out channels, about as much as all the states that streaming does without. oneDNN does not.
+    """
+    plain = type(x) is Tensor and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
+    if plain and padding_mode == "zeros" and _has_onednn() and not _watched():
+        radius = weight.shape[-1] // 2
+        return torch.mkldnn_convolution(x, weight, None, (radius, radius), (1, 1), (1, 1), 1)
+    return conv(x, weight, None, padding_mode)
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+
+
+def _watched() -> bool:
+    """Would an autocast or a compiler have to see the convolution by its usual name?"""
+    return torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+@register_flop_formula(torch.ops.aten.mkldnn_convolution)
+def _convolution_flops(x: torch.Size, weight: torch.Size, *_: object, out_shape: torch.Size, **__: object) -> int:
+    """FlopCounterMode knows convolutions by their usual name only; 2 a multiply-add, as everywhere there."""
+    return 2 * out_shape.numel() * weight[1:].numel()
 
 
 def step_norm(norm: Norm | None, i: int, s_out: int) -> Norm | None:
@@ -172,13 +201,13 @@ def _steps_overwritten(x: Tensor, weight_x: Tensor, weight_h: Tensor, norm: Norm
     joint = n * height * width >= JOINT_PIXELS * s_out * k * k
     x_0, *segments = x.split(s_in, dim=1)
     (scale, shift), *affines = step_affines(norm, r, s_out)
-    z = conv(x_0, weight_x, None, r.padding_mode).contiguous(memory_format=torch.channels_last)
+    z = infer_conv(x_0, weight_x, r.padding_mode).contiguous(memory_format=torch.channels_last)
     if not joint:
         yield torch.addcmul(shift, z, scale, out=z).relu_()
         for x_i, (scale, shift) in zip(segments, affines, strict=True):
-            h, z = z, conv(z, weight_h, None, r.padding_mode)
+            h, z = z, infer_conv(z, weight_h, r.padding_mode)
             del h  # freed before the part of x is made
-            z += conv(x_i, weight_x, None, r.padding_mode)
+            z += infer_conv(x_i, weight_x, r.padding_mode)
             yield torch.addcmul(shift, z, scale, out=z).relu_()
         return
     # In the type of z, which autocast may have chosen.
@@ -190,5 +219,5 @@ def _steps_overwritten(x: Tensor, weight_x: Tensor, weight_h: Tensor, norm: Norm
     yield h
     for x_i, (scale, shift) in zip(segments, affines, strict=True):
         place.copy_(x_i)
-        torch.addcmul(shift, conv(xh, weight_xh, None, r.padding_mode), scale, out=h).relu_()
+        torch.addcmul(shift, infer_conv(xh, weight_xh, r.padding_mode), scale, out=h).relu_()
         yield h
