@@ -21,6 +21,10 @@ JOINT_PIXELS = 1
 """In inference [x_i, h_{i-1}] are convolved as one from this many pixels for each of k·k·s_out on."""
 
 
+ONEDNN_MACS = 2_400_000
+"""From so many multiply-adds on oneDNN convolves a single map faster than a product of columns does."""
+
+
 class Recurrence(NamedTuple):
     """The settings of a CRC layer that are not tensors."""
 
@@ -39,13 +43,14 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, padding_mode: st
 
 
 def infer_conv(x: Tensor, weight: Tensor, padding_mode: str) -> Tensor:
-    """`conv` in inference, without a bias and never through columns.
+    """`conv` in inference, without a bias, on a CPU by oneDNN where that is worth its while.
 
-    Of a single small map on a CPU PyTorch would copy the k·k neighbours of every pixel side by side, for a matrix
-    product: k·k·s_out channels, about as much as all the states that streaming does without. oneDNN does not.
+    Of a single small map PyTorch would copy the k·k neighbours of every pixel side by side, for a matrix product. That
+    is faster for the smallest, but k·k·s_out channels are about as much as all the states that streaming does without.
     """
     plain = type(x) is Tensor and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
-    if plain and padding_mode == "zeros" and _has_onednn() and not _watched():
+    large = x.numel() * weight.numel() > ONEDNN_MACS * x.shape[1]
+    if plain and large and padding_mode == "zeros" and _has_onednn() and not _watched():
         radius = weight.shape[-1] // 2
         return torch.mkldnn_convolution(x, weight, None, (radius, radius), (1, 1), (1, 1), 1)
     return conv(x, weight, None, padding_mode)
