@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from recnets.deploy import optimize, squeeze
 from recnets.deploy.bench import plain as plain_modules
 from recnets.deploy.fast import FastRecurrent, FastStem
+from recnets.deploy.packed import PackedRecurrent
 from recnets.deploy.products import ProductRecurrent
 from recnets.deploy.winograd import WinogradRecurrent
 
@@ -40,7 +41,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("overrides", VARIANTS, ids=str)
-@pytest.mark.parametrize("mode", ["stream", "concat", "columns", "rows", "winograd"])
+@pytest.mark.parametrize("mode", ["stream", "concat", "packed", "columns", "rows", "winograd"])
 @pytest.mark.parametrize("scale", ["folded", "shared"])
 def test_same_outputs(trained, overrides, mode, scale):
     model = trained(**overrides)
@@ -71,7 +72,7 @@ def test_products_on_batches_larger_than_what_is_gathered_at_once(trained, overr
         assert_same(fast(x), model(x))
 
 
-@pytest.mark.parametrize("mode", ["columns", "rows", "winograd"])
+@pytest.mark.parametrize("mode", ["packed", "columns", "rows", "winograd"])
 def test_kept_buffers_are_nobody_elses(trained, mode):
     """Products keep their buffers between calls: neither an older result nor another thread may see them change."""
     module = optimize(trained(), mode=mode, image_size=8).stages[0][0]
@@ -86,7 +87,7 @@ def test_kept_buffers_are_nobody_elses(trained, mode):
     assert_same(copy.deepcopy(module).double()(maps[0].double()).float(), expected[0])
 
 
-@pytest.mark.parametrize("mode", ["columns", "rows", "winograd"])
+@pytest.mark.parametrize("mode", ["packed", "columns", "rows", "winograd"])
 def test_an_export_leaves_nothing_behind(trained, mode):
     """Its tensors hold no numbers: kept as buffers they would make every later call wrong."""
     model, x = trained(), torch.randn(2, 3, 16, 16)
@@ -97,7 +98,7 @@ def test_an_export_leaves_nothing_behind(trained, mode):
         assert_same(fast(x), model(x))
 
 
-@pytest.mark.parametrize("mode", ["stream", "columns", "rows", "winograd"])
+@pytest.mark.parametrize("mode", ["stream", "packed", "columns", "rows", "winograd"])
 def test_no_pictures(trained, mode):
     assert optimize(trained(), mode=mode, image_size=8)(torch.randn(0, 3, 8, 8)).shape == (0, 10)
 
@@ -111,6 +112,8 @@ def test_what_cannot_be_written_as_products_says_so(trained):
     module = trained(padding_mode="circular").stages[0][0]
     with pytest.raises(ValueError, match=r"WinogradRecurrent cannot run CRC\(.*zeros around the map"):
         WinogradRecurrent(module)
+    with pytest.raises(ValueError, match=r"PackedRecurrent cannot run CRC\(.*zeros around the map"):
+        PackedRecurrent(module, 8, 8)
     half = trained().half().stages[0][0]
     with pytest.raises(ValueError, match="single or double precision"):
         WinogradRecurrent(half)
@@ -120,8 +123,24 @@ def test_squeezed(trained):
     small = squeeze(trained(dead=0.4), 0.0)
     x = torch.randn(3, 3, 13, 17)
     with torch.no_grad():
-        for mode in ("stream", "concat", "columns", "rows", "winograd"):
+        for mode in ("stream", "concat", "packed", "columns", "rows", "winograd"):
             assert_same(optimize(small, mode=mode, image_size=8)(x), small(x))
+
+
+def test_packed_weights_are_packed_again_in_a_copy(trained, tmp_path):
+    model, x = trained(), torch.randn(2, 3, 16, 16)
+    fast = optimize(model, mode="packed", image_size=16)
+    assert all(isinstance(module, PackedRecurrent) and module.packed for stage in fast.stages for module in stage)
+    torch.save(fast, tmp_path / "fast.pt")
+    with torch.no_grad():
+        expected = fast(x)
+        for again in (copy.deepcopy(fast), torch.load(tmp_path / "fast.pt", weights_only=False)):
+            assert all(module.packed for stage in again.stages for module in stage)
+            assert torch.equal(again(x), expected)
+        # Other types run unpacked, and can come back.
+        assert_same(fast.double()(x.double()).float(), expected)
+        assert torch.equal(fast.float()(x), expected)
+    assert not expected.is_inference()
 
 
 def test_large_folded_weights_follow_a_change_of_type(trained):

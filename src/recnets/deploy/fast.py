@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from recnets.deploy.live import live_channels, step_affines, whole
 from recnets.layers import Recurrent
 from recnets.layers.norm import norm_of
 from recnets.models.recnet import Stem
-from recnets.models.squeezed import SqueezedRecurrent, SqueezedStem
-from recnets.ops.torch import conv, step_norm
+from recnets.models.squeezed import SqueezedRecurrent
+from recnets.ops.torch import conv
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -27,49 +28,47 @@ class FastStem(nn.Module):
     def __init__(self, stem: Stem) -> None:
         super().__init__()
         scale, shift = norm_of(stem.norm).affine()
-        bias = stem.conv.bias
-        self.register_buffer("weight", channels_last(stem.conv.weight.detach() * scale[:, None, None, None]))
-        self.register_buffer("bias", shift if bias is None else shift + bias.detach() * scale)
-        self.expand = stem.expand if isinstance(stem, SqueezedStem) else nn.Identity()
+        own = 0 if stem.conv.bias is None else stem.conv.bias * scale
+        weight, bias = whole(stem.conv.weight * scale[:, None, None, None], shift + own, stem)
+        self.register_buffer("weight", channels_last(weight.detach()))
+        self.register_buffer("bias", bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.expand(torch.conv2d(channels_last(x), self.weight, self.bias, padding=1).relu_())
+        return torch.conv2d(channels_last(x), self.weight, self.bias, padding=1).relu_()
 
 
 class FastRecurrent(nn.Module):
     """A Recurrent module in evaluation, (N, d·s_in, H, W) -> (N, c_out, H, W) in channels-last order.
 
-    `scale` says where a step's BN goes: "folded" has weights for every step with the BN in them (d times the memory
-    of W_x and W_h), "shared" has the weights once and scales each step's result; what is faster depends on whether
-    d copies fit the processor's caches. `mode`: "stream" adds h_i·A_i into a running sum, "concat" keeps all the
-    h_i for one product.
+    `scale` says where a step's BN goes: "folded" has weights for every step with the BN in them (up to d times the
+    memory of W_x and W_h), of the live channels only; "shared" has the weights once and scales each step's result.
+    What is faster depends on how many channels are zero and on whether d copies fit the processor's caches. `mode`:
+    "stream" adds h_i·A_i into a running sum, "concat" keeps all the h_i for one product.
     """
 
     def __init__(self, module: Recurrent, mode: str, scale: str) -> None:
         super().__init__()
         crc = module.crc
         self.mode, self.d, self.s_in, self.s_out, self.padding_mode = mode, crc.d, crc.s_in, crc.s_out, crc.padding_mode
-        norm = crc.step_norm()
         weight_x, weight_h = crc.weight_x.detach(), crc.weight_h.detach()
-        bias = torch.zeros(crc.s_out) if crc.bias is None else crc.bias.detach()
-        self.scales: list[Tensor] = []
-        self.shifts: list[Tensor] = []
-        for i in range(crc.d):
-            own = step_norm(norm, i, crc.s_out)
-            factor, shift = (torch.ones(crc.s_out), torch.zeros(crc.s_out)) if own is None else own.affine()
-            self.scales.append(factor.detach())
-            self.shifts.append((shift + factor * bias).detach())
         self.joint = weight_x.shape[-1] == weight_h.shape[-1]
         self.folded = scale == "folded"
-        steps = range(1, crc.d if self.folded else min(2, crc.d))
-        self.first = channels_last(self._scaled(weight_x, 0))
+        scales, shifts = step_affines(module)
+        live = live_channels(module) if self.folded else torch.ones_like(scales, dtype=torch.bool)
+        self.counts = [int(row.sum()) for row in live]
+        self.scales = [vector[own] for vector, own in zip(scales, live, strict=True)]
+        self.shifts = [vector[own] for vector, own in zip(shifts, live, strict=True)]
+        self.first = channels_last(self._scaled(weight_x[live[0]], 0))
         self.weights: list[tuple[Tensor, ...]] = []
-        for i in steps:
-            pair = (torch.cat([weight_x, weight_h], dim=1),) if self.joint else (weight_x, weight_h)
+        for i in range(1, crc.d if self.folded else min(2, crc.d)):
+            pair: tuple[Tensor, ...] = (weight_x[live[i]],)
+            if self.counts[i - 1]:
+                pair += (weight_h[live[i]][:, live[i - 1]],)
+                pair = (torch.cat(pair, dim=1),) if self.joint else pair
             self.weights.append(tuple(channels_last(self._scaled(w, i)) for w in pair))
         matrix, self.start = transition_matrix(module)
-        self.expand = module.transition.expand if isinstance(module, SqueezedRecurrent) else nn.Identity()
-        self.matrices = [a.contiguous() for a in matrix.split(crc.s_out if mode == "stream" else len(matrix))]
+        matrix = matrix[live.flatten()]
+        self.matrices = [a.contiguous() for a in matrix.split(self.counts if mode == "stream" else len(matrix))]
         if not self.folded:
             self.scales = [t[:, None, None] for t in self.scales]
             self.shifts = [t[:, None, None] for t in self.shifts]
@@ -87,17 +86,18 @@ class FastRecurrent(nn.Module):
         self.weights = [tuple(fn(t) for t in pair) for pair in self.weights]
         return self
 
-    def _step(self, i: int, x_i: Tensor, h: Tensor | None) -> Tensor:
+    def _step(self, i: int, x_i: Tensor, h: Tensor | None) -> Tensor | None:
+        """h_i, (N, counts[i], H, W), or None if there is nothing of it."""
+        if not self.counts[i]:
+            return None
         bias = self.shifts[i] if self.folded else None
-        if h is None:
-            z = conv(channels_last(x_i), self.first, bias, self.padding_mode)
+        weight, *other = (self.first,) if i == 0 else self.weights[i - 1 if self.folded else 0]
+        if h is not None and self.joint:
+            z = conv(torch.cat([x_i, h], dim=1), weight, bias, self.padding_mode)
         else:
-            weights = self.weights[i - 1 if self.folded else 0]
-            if self.joint:
-                z = conv(torch.cat([x_i, h], dim=1), weights[0], bias, self.padding_mode)
-            else:
-                z = conv(channels_last(x_i), weights[0], bias, self.padding_mode)
-                z = z.add_(conv(h, weights[1], None, self.padding_mode))
+            z = conv(channels_last(x_i), weight, bias, self.padding_mode)
+            if h is not None:
+                z = z.add_(conv(h, other[0], None, self.padding_mode))
         return z.relu_() if self.folded else torch.addcmul(self.shifts[i], z, self.scales[i]).relu_()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,21 +108,29 @@ class FastRecurrent(nn.Module):
         else:
             with torch.inference_mode():  # a good part of the work otherwise is keeping books for gradients
                 self._sum_states(total, x)
-        return self.expand(total.unflatten(0, (n, height, width)).permute(0, 3, 1, 2))
+        return total.unflatten(0, (n, height, width)).permute(0, 3, 1, 2)
+
+    def _states(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(i, h_i) of the steps that give something, in channels-last order."""
+        h: Tensor | None = None
+        for i, x_i in enumerate(channels_last(x).split(self.s_in, dim=1)):
+            h = self._step(i, x_i, h)
+            if h is not None:
+                yield i, h
 
     def _sum_states(self, total: Tensor, x: Tensor) -> None:
         """relu(Σ_i h_i·A_i + start) in `total`, (N·H·W, c_out)."""
-        h: Tensor | None = None
         hidden: list[Tensor] = []
-        for i, x_i in enumerate(channels_last(x).split(self.s_in, dim=1)):
-            h = self._step(i, x_i, h)
-            pixels = h.permute(0, 2, 3, 1).reshape(-1, self.s_out)  # a view: h is in channels-last order
+        begun = False
+        for i, h in self._states(x):
+            pixels = h.permute(0, 2, 3, 1).reshape(-1, self.counts[i])  # a view: h is in channels-last order
             if self.mode == "concat":
                 hidden.append(pixels)
-            elif i == 0:
-                torch.addmm(self.start, pixels, self.matrices[0], out=total)
-            else:
+            elif begun:
                 total.addmm_(pixels, self.matrices[i])
+            else:
+                torch.addmm(self.start, pixels, self.matrices[i], out=total)
+                begun = True
         if hidden:
             torch.addmm(self.start, torch.cat(hidden, dim=1), self.matrices[0], out=total)
         total.relu_()
@@ -131,8 +139,9 @@ class FastRecurrent(nn.Module):
 def transition_matrix(module: Recurrent) -> tuple[Tensor, Tensor]:
     """The transition with its BN folded in: y = relu(h·matrix + start), (d·s_out, c_out) and (c_out)."""
     scale, start = norm_of(module.transition.norm).affine()
-    matrix = (module.transition.conv.weight.flatten(1).t() * scale).detach()
+    weight, start = whole(module.transition.conv.weight.flatten(1) * scale[:, None], start, module.transition)
+    matrix = weight.detach().t()
     if isinstance(module, SqueezedRecurrent):  # a product with a few zeros is faster than picking columns
-        whole = matrix.new_zeros(module.crc.d * module.crc.s_out, matrix.shape[1])
-        matrix = whole.index_copy(0, module.transition.columns, matrix)
+        rows = matrix.new_zeros(module.crc.d * module.crc.s_out, matrix.shape[1])
+        matrix = rows.index_copy(0, module.transition.columns, matrix)
     return matrix, start.detach()

@@ -5,8 +5,8 @@ values of x and of all the hidden states of the layer. J is rounded once, per ou
 the scale and the bias of its QLinearConv, and the ReLU is the lower end of unsigned 8 bits.
 
 A scale must be positive and a BN weight need not be. A channel whose BN weight is negative in some steps and positive
-in others has its row of integers stored a second time, negated (exactly: they are symmetric), and such a step
-gathers the rows it needs; a runtime does that when it loads the file.
+in others has its row of integers stored a second time, negated (exactly: they are symmetric). A step gathers the rows
+and columns it needs, those of the channels that are not zero anyway; a runtime does that when it loads the file.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recnets.deploy.live import whole
 from recnets.deploy.onnx import INPUT, OUTPUT
 from recnets.deploy.unrolled import Unrolled, UnrolledRecurrent
 from recnets.models import RecNet
-from recnets.models.squeezed import Expand
 from recnets.utils import require
 
 LEVELS = 255
@@ -51,7 +51,8 @@ def calibrate(network: Unrolled, images: Tensor, batch: int = 64) -> list[tuple[
                 assert isinstance(module, UnrolledRecurrent)
                 hidden = list(module.states(x))
                 y = module.transition(hidden)
-                seen = torch.stack([x.max(), torch.stack([h.max() for h in hidden]).max(), y.max()])
+                states = torch.stack([h.max() for h in hidden if h is not None])
+                seen = torch.stack([x.max(), states.max(), y.max()])
                 largest[n] = torch.maximum(largest[n], seen)
                 x, n = y, n + 1
     return [tuple(row) for row in (largest.clamp_min(1e-6) / LEVELS).tolist()]
@@ -64,6 +65,7 @@ class _Writer:
         self.onnx = onnx
         self.nodes: list[Any] = []
         self.constants: dict[str, np.ndarray] = {}
+        self.gathered: dict[tuple[Any, ...], str] = {}
 
     def constant(self, name: str, value: Any, dtype: Any = None) -> str:
         self.constants.setdefault(name, np.asarray(value, dtype=dtype))
@@ -73,6 +75,14 @@ class _Writer:
         outputs = [output] if isinstance(output, str) else output
         self.nodes.append(self.onnx.helper.make_node(kind, inputs, outputs, **attributes))
         return outputs[0]
+
+    def gather(self, source: str, indices: Tensor, axis: int) -> str:
+        """A constant's rows or columns, made once however often they are asked for."""
+        key = (source, axis, *indices.tolist())
+        if key not in self.gathered:
+            name = self.gathered[key] = f"g{len(self.gathered)}"
+            self.node("Gather", [source, self.constant(f"{name}.i", indices.numpy(), np.int32)], name, axis=axis)
+        return self.gathered[key]
 
     def scale(self, value: float) -> str:
         return self.constant(f"s{np.float32(value).tobytes().hex()}", value, np.float32)
@@ -112,34 +122,28 @@ class _Recurrence:
     def __init__(self, writer: _Writer, name: str, module: UnrolledRecurrent, sigma_x: float, sigma_h: float) -> None:
         self.writer, self.name, self.module = writer, name, module
         self.integers, self.step = _rounded(_joint(module, sigma_x / sigma_h))
-        scales = torch.stack([getattr(module, f"scale_{i}").flatten() for i in range(module.d)])
-        self.scales = scales
+        scales = torch.zeros(module.d, module.s_out)
+        for i, own in enumerate(module.channels):
+            scales[i, own] = getattr(module, f"scale_{i}").flatten()
         # Stored with the sign that most steps have; a row that some step needs negated is stored twice.
-        flip = (scales < 0).sum(dim=0) * 2 > module.d
+        flip = (scales < 0).sum(dim=0) > (scales > 0).sum(dim=0)
         self.integers[flip] = -self.integers[flip]
-        self.negated = (scales < 0) != flip
-        self.negated &= scales != 0
-        self.twice = self.negated.any(dim=0).nonzero().flatten()
-        whole = torch.cat([self.integers, -self.integers[self.twice]])
-        writer.constant(f"{name}.w", whole.numpy())
+        negated = ((scales < 0) != flip) & (scales != 0)
+        twice = negated.any(dim=0)
+        self.rows = torch.where(negated, module.s_out + twice.cumsum(0) - 1, torch.arange(module.s_out))
+        whole = torch.cat([self.integers, -self.integers[twice]])
+        self.whole = writer.constant(f"{name}.w", whole.numpy())
+        self.sizes = whole.shape[:2]
 
-    def weight(self, i: int) -> str:
-        """The name of step i's integers, (s_out, s_in + s_out, k, k); (s_out, s_in, k, k) for the first."""
-        rows = torch.arange(len(self.integers))
-        second = {int(c): len(rows) + k for k, c in enumerate(self.twice)}
-        for c in self.negated[i].nonzero().flatten().tolist():
-            rows[c] = second[c]
-        chosen = f"{self.name}.w"
-        if len(self.twice):
-            key = f"{self.name}.r{'_'.join(map(str, self.negated[i].nonzero().flatten().tolist()))}"
-            if key not in self.writer.constants:
-                self.writer.constant(key, rows.numpy(), np.int32)
-                self.writer.node("Gather", [chosen, key], f"{key}.w", axis=0)
-            chosen = f"{key}.w"
-        if i == 0:
-            ends = [self.writer.constant(n, [v], np.int64) for n, v in (("zero", 0), ("one", 1))]
-            stop = self.writer.constant(f"{self.name}.s_in", [self.module.s_in], np.int64)
-            chosen = self.writer.node("Slice", [chosen, ends[0], stop, ends[1]], f"{self.name}.wx")
+    def weight(self, i: int, state: bool) -> str:
+        """The name of step i's integers for x_i, and with `state` for h_{i-1} too: (C_i, s_in + C_{i-1}, k, k)."""
+        columns = torch.arange(self.module.s_in)
+        if state:
+            columns = torch.cat([columns, self.module.s_in + self.module.channels[i - 1]])
+        chosen = self.whole
+        for axis, indices in enumerate((self.rows[i, self.module.channels[i]], columns)):
+            if not torch.equal(indices, torch.arange(self.sizes[axis])):
+                chosen = self.writer.gather(chosen, indices, axis)
         return chosen
 
 
@@ -160,30 +164,27 @@ def _write_recurrent(
     hidden: list[str] = []
     h = ""
     for i, segment in enumerate(segments):
+        if not len(module.channels[i]):
+            h = ""
+            continue
         read = writer.node("Concat", [segment, h], f"{name}.xh{i}", axis=1) if h else segment
-        scales, shift = layer.scales[i].abs() * layer.step, getattr(module, f"shift_{i}").flatten()
-        h = writer.convolution(f"{name}.h{i}", read, sigma_h, layer.weight(i), scales, shift, sigma_h, radius)
-        kept = getattr(module, f"kept_{i}")
-        if kept is None:
+        weight = layer.weight(i, state=bool(h))
+        scales = getattr(module, f"scale_{i}").flatten().abs() * layer.step[module.channels[i]]
+        shift = getattr(module, f"shift_{i}").flatten()
+        h = writer.convolution(f"{name}.h{i}", read, sigma_h, weight, scales, shift, sigma_h, radius)
+        if module.counts[i]:
             hidden.append(h)
-        elif len(kept):
-            indices = writer.constant(f"{name}.kept{i}", kept.numpy(), np.int32)
-            hidden.append(writer.node("Gather", [h, indices], f"{name}.read{i}", axis=1))
     wide = writer.node("Concat", hidden, f"{name}.h", axis=1)
     assert isinstance(module.matrix, Tensor)
-    matrix, start = _expanded(module.matrix, module.start, module.expand)
+    matrix, start = whole(module.matrix, module.start, module)
     integers, step = _rounded(matrix)
-    weight = writer.constant(f"{name}.a", integers.numpy())
+    if module.places is None:
+        weight = writer.constant(f"{name}.a", integers.numpy())
+    else:  # a column of zeros serves the channels that the transition does not read
+        assert isinstance(module.places, Tensor)
+        stored = writer.constant(f"{name}.a", F.pad(integers, (0, 0, 0, 0, 0, 1)).numpy())
+        weight = writer.gather(stored, module.places, 1)
     return writer.convolution(f"{name}.y", wide, sigma_h, weight, step, start, sigma_y, 0)
-
-
-def _expanded(weight: Tensor, bias: Tensor, expand: nn.Module) -> tuple[Tensor, Tensor]:
-    """A convolution that makes all channels: a squeezed network's constants are rows of zeros with a bias."""
-    if isinstance(expand, Expand):
-        missing = len(expand.constants)
-        weight = torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])])[expand.order]
-        bias = torch.cat([bias, expand.constants])[expand.order]
-    return weight, bias
 
 
 def _write_classifier(writer: _Writer, classifier: nn.Module, x: str) -> None:
@@ -220,11 +221,10 @@ def to_int8(model: RecNet, calibration: Tensor, image_size: tuple[int, int], abo
         about: what is stored with the graph.
     """
     onnx = require("onnx", "export")
-    network = Unrolled(model, "concat", "states")
+    network = Unrolled(model, "concat", "weights")
     sigmas = calibrate(network, calibration)
     writer = _Writer(onnx)
-    weight, bias = _expanded(network.stem.weight, network.stem.bias, network.stem.expand)
-    stem = [writer.constant("stem.w", weight.numpy()), writer.constant("stem.b", bias.numpy())]
+    stem = [writer.constant(f"stem.{k}", t.numpy()) for k, t in (("w", network.stem.weight), ("b", network.stem.bias))]
     x = writer.node("Conv", [INPUT, *stem], "stem.z", pads=[1] * 4)
     x = writer.node("Relu", [x], "stem.y")
     x = writer.node("QuantizeLinear", [x, writer.scale(sigmas[0][0]), writer.constant("u0", 0, np.uint8)], "x")

@@ -2,8 +2,8 @@
 
 What costs time at batch 1 is not arithmetic: a step of a CRC layer as plain modules is five calls (two convolutions,
 an addition, BN, ReLU), with a change of memory order around each convolution. Here a step is one convolution of
-[x_i, h_{i-1}] with [W_x, W_h] in channels-last order, or one matrix product, and the transition's sum is a matrix
-product in place.
+[x_i, h_{i-1}] with [W_x, W_h] in channels-last order, or one matrix product, of the channels alone that are not zero
+anyway, and the transition's sum is a matrix product.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from torch import Tensor, nn
 
 from recnets.deploy.columns import ColumnRecurrent
 from recnets.deploy.fast import FastRecurrent, FastStem
+from recnets.deploy.packed import PackedRecurrent
 from recnets.deploy.winograd import WinogradRecurrent
 from recnets.layers import Recurrent
 from recnets.models import RecNet
 from recnets.utils import choose
 
-MODES = ("auto", "stream", "concat", "columns", "rows", "winograd")
+MODES = ("auto", "stream", "concat", "packed", "columns", "rows", "winograd")
 PRODUCTS = ("columns", "rows", "winograd")
+EAGER = ("packed", *PRODUCTS)
+"""Modes with one way to scale, and none for a compiler."""
 SCALES = ("auto", "folded", "shared")
 ROUNDS = 15
 
@@ -34,13 +37,15 @@ def supported(module: Recurrent) -> bool:
     return module.crc.recurrent and module.crc.nonlinearity != "linear"
 
 
-def written(module: Recurrent, mode: str, scale: str) -> FastRecurrent:
-    """The module in one of the ways to run it; what cannot be written as products streams."""
+def written(module: Recurrent, mode: str, scale: str, size: tuple[int, int]) -> FastRecurrent:
+    """The module in one of the ways to run it on maps of `size`; what cannot be written so streams."""
+    if mode == "packed" and PackedRecurrent.possible(module):
+        return PackedRecurrent(module, *size)
     if mode == "winograd" and WinogradRecurrent.possible(module):
         return WinogradRecurrent(module)
     if mode in PRODUCTS and ColumnRecurrent.possible(module):
         return ColumnRecurrent(module, "rows" if mode == "winograd" else mode)
-    return FastRecurrent(module, "stream" if mode in PRODUCTS else mode, scale)
+    return FastRecurrent(module, "stream" if mode in EAGER else mode, scale)
 
 
 def _fastest(module: Recurrent, x: Tensor, modes: list[str], scales: list[str]) -> FastRecurrent:
@@ -49,7 +54,8 @@ def _fastest(module: Recurrent, x: Tensor, modes: list[str], scales: list[str]) 
     Another program slows the runs that it meets, and the median where it meets most.
     """
     pairs = itertools.product(modes, scales)
-    ways = [written(module, mode, scale) for mode, scale in pairs if mode not in PRODUCTS or scale == scales[0]]
+    size = (x.shape[2], x.shape[3])
+    ways = [written(module, mode, scale, size) for mode, scale in pairs if mode not in EAGER or scale == scales[0]]
     if len(ways) == 1:
         return ways[0]
     seconds: list[list[float]] = [[] for _ in ways]
@@ -77,9 +83,10 @@ def optimize(
     Args:
         model: a RecNet, or any other model of this package (which gets channels-last order only). It stays as it is.
         image_size: the pictures for which the ways to run a layer are timed; any other size works too.
-        mode: "stream" or "concat" (convolutions), "columns" or "rows" (matrix products, see `ColumnRecurrent`),
-            "winograd" (fewer of them, see `WinogradRecurrent`), or "auto" for what is fastest in each layer on this
-            machine. A compiler takes the first two.
+        mode: "stream" or "concat" (convolutions), "packed" (the same with weights laid out for `image_size`, see
+            `PackedRecurrent`), "columns" or "rows" (matrix products, see `ColumnRecurrent`), "winograd" (fewer of them,
+            see `WinogradRecurrent`), or "auto" for what is fastest in each layer on this machine. A compiler takes the
+            first two.
         scale: for convolutions, "folded", "shared" or "auto" likewise; see `FastRecurrent`. "folded" with d large costs
             memory.
         compile: also `torch.compile` it, with `compile_options`.
@@ -87,7 +94,7 @@ def optimize(
     The outputs are those of `model.eval()` to float32 rounding.
     """
     choose(mode, MODES, "mode")
-    if compile and mode in PRODUCTS:
+    if compile and mode in EAGER:
         raise ValueError(f"compile=True goes with mode 'auto', 'stream' or 'concat', got {mode!r}")
     choose(scale, SCALES, "scale")
     fast = copy.deepcopy(model).eval().requires_grad_(False)

@@ -68,7 +68,7 @@ class ProductRecurrent(FastRecurrent):
         some = max(1, PIXELS // (height * width))
         x = channels_last(x)
         if n == 0:
-            return self.expand(x.new_empty(0, self.start.shape[0], height, width))
+            return x.new_empty(0, self.start.shape[0], height, width)
         if n > some:
             return channels_last(torch.cat([self._some(part) for part in x.split(some)]))
         return self._some(x)
@@ -79,7 +79,7 @@ class ProductRecurrent(FastRecurrent):
         with torch.inference_mode():  # a good part of the work otherwise is keeping books for gradients
             sums = self._sums(x)
             torch.add(sums, self.start, out=y.view(sums.shape)).relu_()
-        return self.expand(channels_last(y.narrow(2, 0, width).permute(0, 3, 1, 2)))
+        return channels_last(y.narrow(2, 0, width).permute(0, 3, 1, 2))
 
     def _computed(self, width: int) -> int:
         """How many pixels of a line are computed."""

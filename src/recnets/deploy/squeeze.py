@@ -6,7 +6,8 @@ A channel whose BN weight is (near) zero is a constant. What that allows depends
   transition's BN, exactly, whether the network infers or trains on.
 - The next step reads the same channel through W_h, whose zero padding ends a constant at the border. W_h and W_x are
   shared by all steps, so a state channel goes from them only if it is dead in every step and zero wherever it is
-  read.
+  read. One that is zero in some step is made exactly so: what runs the network need not compute it there
+  (`recnets.deploy.live`).
 - A constant output of the stem or of a transition costs its row and stays as a number (`Expand`); if every
   segment's channel c is zero, the column c of the next W_x goes too.
 - The classifier reads averages: a constant feature moves into its bias.
@@ -188,6 +189,7 @@ def _copy(model: RecNet, small: RecNet, layers: dict[str, _Layer], stem: _Layer,
             new.crc.bias.copy_(old.crc.bias[layer.h])
         if old.crc.norm is not None and new.crc.norm is not None:
             _copy_norm(old.crc.norm, new.crc.norm, layer.h.repeat(old.crc.norm.num_features // old.crc.s_out))
+            _switch_off(new.crc.norm, threshold)
         matrix = old.transition.conv.weight
         new.transition.conv.weight.copy_(matrix[layer.outputs][:, layer.columns])
         _copy_norm(old.transition.norm, new.transition.norm, layer.outputs)
@@ -204,6 +206,13 @@ def _copy_norm(old: nn.BatchNorm2d, new: nn.BatchNorm2d, kept: Tensor) -> None:
     own = new.state_dict()
     for name, tensor in old.state_dict().items():
         own[name].copy_(tensor[kept] if tensor.dim() else tensor)
+
+
+def _switch_off(norm: nn.BatchNorm2d, threshold: float) -> None:
+    """Channels that count as zero give exactly that."""
+    zero = channels(norm, threshold).zero
+    norm.weight[zero] = 0
+    norm.bias[zero] = norm.bias[zero].clamp_max(0)
 
 
 def _copy_classifier(model: RecNet, small: RecNet, kept: Tensor, value: Tensor) -> None:

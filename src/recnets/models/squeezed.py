@@ -61,6 +61,13 @@ class Expand(nn.Module):
         constants = self.constants.to(y.dtype).view(1, -1, 1, 1).expand(y.shape[0], -1, *y.shape[2:])
         return torch.cat([y, constants], dim=1).index_select(1, self.order)
 
+    def fold(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """What makes all channels at once, where a ReLU follows: a constant is a row of zeros with a bias."""
+        if not len(self.constants):
+            return weight, bias
+        rows = torch.cat([weight, weight.new_zeros(len(self.constants), *weight.shape[1:])])
+        return rows.index_select(0, self.order), torch.cat([bias, self.constants]).index_select(0, self.order)
+
 
 class SqueezedStem(Stem):
     """A stem that computes only some of its channels."""

@@ -1,0 +1,106 @@
+"""A Recurrent module as oneDNN's convolutions, their weights laid out in advance as the processor wants them.
+
+An ordinary convolution of one picture spends as long on rearranging its weights as on multiplying. Here that is done
+once, and a step is two calls: [x_i, h_{i-1}] side by side, then their convolution with the step's BN and ReLU in it.
+The operators are those to which `torch.compile` turns convolutions on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recnets.deploy.fast import FastRecurrent, channels_last
+from recnets.layers import Recurrent
+
+ONE = (1, 1)
+
+
+def available() -> bool:
+    """Does this build of PyTorch have the operators?"""
+    names = ("_reorder_convolution_weight", "_convolution_pointwise")
+    return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+
+def _fits(x: Tensor) -> bool:
+    """Is it a tensor with values, in float32, on a CPU?"""
+    return type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def _radius(weight: Tensor) -> tuple[int, int]:
+    return weight.shape[2] // 2, weight.shape[3] // 2
+
+
+def pack(weight: Tensor, height: int, width: int) -> Tensor:
+    """(C_out, C_in, k, k) in the order that suits one map of height×width; other maps take it too, if slower."""
+    size = [1, weight.shape[1], height, width]
+    return torch.ops.mkldnn._reorder_convolution_weight(weight, _radius(weight), ONE, ONE, 1, size)
+
+
+def convolve(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
+    """relu(x ⊛ weight + bias) of a packed weight."""
+    return torch.ops.mkldnn._convolution_pointwise(x, packed, bias, _radius(packed), ONE, ONE, 1, "relu", [], "")
+
+
+class PackedRecurrent(FastRecurrent):
+    """`FastRecurrent` in mode "concat" with folded weights, packed.
+
+    The weights are kept in the usual order too: what a compiler or an export looks at, and what moved to another device
+    or type, runs with those.
+    """
+
+    def __init__(self, module: Recurrent, height: int, width: int) -> None:
+        if not self.possible(module):
+            layer = f"CRC({module.crc.extra_repr()}) in {module.crc.weight_h.dtype}"
+            raise ValueError(f"{type(self).__name__} cannot run {layer}: {self.possible.__doc__}")
+        super().__init__(module, "concat", "folded")
+        self.size = (height, width)
+        self._pack()
+
+    @staticmethod
+    def possible(module: Recurrent) -> bool:
+        """There must be kernels of one size, zeros around the map, float32 on a CPU, and oneDNN."""
+        crc, weight = module.crc, module.crc.weight_h
+        same = crc.weight_x.shape[-1] == weight.shape[-1]
+        return same and crc.padding_mode == "zeros" and _fits(weight) and available()
+
+    def _pack(self) -> None:
+        matrix = self.matrices[0].t()[:, :, None, None].contiguous()
+        weights = [self.first, *(w for (w,) in self.weights), matrix]
+        self.packed = [pack(w, *self.size) if len(w) else w for w in weights] if _fits(self.first) else []
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedRecurrent:
+        super()._apply(fn, recurse)
+        self._pack()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A packed weight cannot be copied or pickled."""
+        return {**self.__dict__, "packed": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._pack()
+
+    def _runs_packed(self, x: Tensor) -> bool:
+        return bool(self.packed) and _fits(x) and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+
+    def _packed_states(self, x: Tensor) -> Iterator[Tensor]:
+        h: Tensor | None = None
+        for i, x_i in enumerate(channels_last(x).split(self.s_in, dim=1)):
+            if not self.counts[i]:
+                h = None
+                continue
+            h = convolve(channels_last(x_i) if h is None else torch.cat([x_i, h], 1), self.packed[i], self.shifts[i])
+            yield h
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._runs_packed(x):
+            return super().forward(x)
+        with torch.inference_mode():  # a good part of the work otherwise is keeping books for gradients
+            wide = torch.cat(list(self._packed_states(x)), dim=1)
+        with torch.no_grad():
+            return convolve(wide, self.packed[-1], self.start)
