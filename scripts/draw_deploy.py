@@ -3,9 +3,8 @@
     python scripts/draw_deploy.py benchmarks/results/latency-cpu-….csv benchmarks/results/deployed-….csv
 
 Writes docs/img/deploy-latency and docs/img/deploy-size, each as .svg and .png, and prints for each accuracy the fastest
-and the smallest network. Hollow points have the paper's accuracy, CIFAR-100: latency and size do not depend on
-training. Filled ones, in the figure of sizes, are files of published weights by `benchmarks/deployed.py`, each with the
-accuracy of its own: float32, squeezed, 8 bits.
+and the smallest network. Hollow points are untrained networks with the paper's accuracy, CIFAR-100. Filled ones are
+files of published weights, float32, squeezed and 8 bits, each with the accuracy of its own by `benchmarks/deployed.py`.
 """
 
 from __future__ import annotations
@@ -14,17 +13,18 @@ import csv
 import sys
 from pathlib import Path
 
+from recnets.deploy.bench import INT8, SQUEEZED
 from recnets.experiments.figure import draw_figure
 from recnets.experiments.paper import TABLES
 from recnets.experiments.points import FIGURE_TABLES, Axis, Point
 from recnets.models import model_info
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "img"
-INT8 = "ONNX 8 bits"
+OTHER_FORMS = {"squeezed": SQUEEZED, "8 bits": INT8}
 AXES = (
     Axis(
         "latency",
-        "Time of one 32×32 picture on 2 CPU cores, best run of the fastest fp32 file (ms)",
+        "Time of one 32×32 picture on 2 CPU cores, best run of the fastest file, float32 unless said (ms)",
         "ms",
         paper_own=True,
     ),
@@ -42,8 +42,9 @@ def read(path: Path) -> dict[str, dict[str, dict[str, str]]]:
 
 
 def exported(ways: dict[str, dict[str, str]]) -> list[dict[str, str]]:
-    """The rows of float32 files in other runtimes."""
-    return [row for way, row in ways.items() if way.startswith(("ONNX", "OpenVINO")) and way != INT8]
+    """The rows of float32 files in other runtimes, of the network as it is."""
+    other = OTHER_FORMS.values()
+    return [row for way, row in ways.items() if way.startswith(("ONNX", "OpenVINO")) and way not in other]
 
 
 def points(found: dict[str, dict[str, dict[str, str]]]) -> list[Point]:
@@ -63,8 +64,8 @@ def points(found: dict[str, dict[str, dict[str, str]]]) -> list[Point]:
     return made
 
 
-def deployed(path: Path) -> list[Point]:
-    """One a file of published weights."""
+def deployed(path: Path, found: dict[str, dict[str, dict[str, str]]]) -> list[Point]:
+    """One a file of published weights, with its latency where that was measured."""
     with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     made = []
@@ -72,6 +73,10 @@ def deployed(path: Path) -> list[Point]:
         info = model_info(row["model"].split(".")[0])
         title = info.title if row["form"] == "float32" else f"{info.title}, {row['form']}"
         place = {"size": int(row["bytes"]) / 1e6}
+        ways = found.get(row["model"], {})
+        timed = [ways[OTHER_FORMS[row["form"]]]] if row["form"] in OTHER_FORMS and ways else exported(ways)
+        if timed:
+            place["latency"] = min(float(way["best_ms"]) for way in timed)
         made.append(Point(title, info.family, None, float(row["accuracy"]), place, {}))
     return made
 
@@ -86,7 +91,8 @@ def frontier(shown: list[Point], axis: str) -> list[Point]:
 
 
 def main(path: Path, files: Path) -> None:
-    shown, ours = points(read(path)), deployed(files)
+    found = read(path)
+    shown, ours = points(found), deployed(files, found)
     for axis, best in zip(AXES, ("fastest", "smallest"), strict=True):
         title = f"CIFAR-100 accuracy and {axis.name} of exported networks"
         drawn = shown + [point for point in ours if axis.name in point.x]

@@ -64,7 +64,7 @@ def test_plain_modules_name_what_they_cannot_be(trained):
 @pytest.mark.slow
 def test_command_writes_a_table_of_all_ways(trained, tmp_path, capsys):
     source, out = tmp_path / "net.safetensors", tmp_path / "bench.csv"
-    save_weights(source, trained("RecNet(2, 4, 2)"), {})
+    save_weights(source, trained("RecNet(2, 4, 2)", dead=0.3), {})
     options = ["--repeats", "2", "--patience", "0", "--threads", "1", "--image-size", "8", "--out", str(out)]
     assert main(["bench", str(source), *options]) in (0, None)
     assert "times plain" in capsys.readouterr().out
@@ -75,6 +75,7 @@ def test_command_writes_a_table_of_all_ways(trained, tmp_path, capsys):
     assert all(float(row["median_ms"]) > 0 and row["torch"] and row["threads"] == "1" for row in rows)
     live = {row["way"]: int(row["live_bytes"]) for row in rows}
     assert 0 < live["ONNX 8 bits"] < live["ONNX stream"]
+    assert live["ONNX squeezed"] <= live["ONNX concat"]
 
 
 @pytest.mark.slow

@@ -81,4 +81,12 @@ def _show(made: Exported, beside: str) -> None:
     share = made.file_bytes / made.weight_bytes
     weights = f"{made.weight_bytes:,} bytes of float32 weights"
     console.print(f"{made.file_bytes:,} bytes, {share:.3f} times the {weights}", highlight=False)
+    console.print(_work(made.macs, made.model_macs), highlight=False)
     console.print(beside, highlight=False)
+
+
+def _work(macs: int, model_macs: int) -> str:
+    text = f"{macs / 1e6:,.1f} million multiply-adds a picture"
+    if macs == model_macs:
+        return text
+    return f"{text} in place of {model_macs / 1e6:,.1f}: channels that are zero anyway are not computed"

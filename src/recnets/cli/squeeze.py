@@ -12,9 +12,13 @@ from rich.table import Table
 from recnets.cli import output
 from recnets.data import data_of
 from recnets.deploy.check import Comparison, compare
+from recnets.deploy.export import macs_of
+from recnets.deploy.optimize import supported
 from recnets.deploy.squeeze import THRESHOLD, Row, describe, squeeze
 from recnets.errors import RecNetsError
 from recnets.models import RecNet, load_weights, save_weights
+from recnets.models.profile import count_macs
+from recnets.models.squeezed import recurrent_modules
 
 
 def command(
@@ -61,6 +65,10 @@ def command(
     kept = _metadata(metadata, comparison, len(test), threshold)
     save_weights(out, small, kept, dtype=torch.float16 if half else None)
     console.print(f"wrote {out} ({out.stat().st_size:,} bytes)")
+    if all(supported(module) for module in recurrent_modules(model).values()):
+        height, width = test.images.shape[2:]
+        before, after = count_macs(model, (height, width)), macs_of(small, (height, width))[0]
+        console.print(f"exported it takes {after / 1e6:,.1f} million multiply-adds a picture, of {before / 1e6:,.1f}")
     return 0
 
 

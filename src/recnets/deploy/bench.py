@@ -19,12 +19,16 @@ from recnets.deploy.int8 import to_int8
 from recnets.deploy.liveness import peak_bytes
 from recnets.deploy.onnx import Session, graph_of, to_onnx
 from recnets.deploy.optimize import optimize
+from recnets.deploy.squeeze import squeeze
 from recnets.deploy.turns import Build, time_in_turns
 from recnets.deploy.unrolled import TRANSITIONS
 from recnets.models import RecNet, load_weights, save_weights
 from recnets.models.plain import as_plain_modules
+from recnets.models.squeezed import SqueezedStem
 
 PLAIN = "plain modules"
+SQUEEZED = "ONNX squeezed"
+INT8 = "ONNX 8 bits"
 
 
 def plain(model: RecNet) -> nn.Module:
@@ -64,13 +68,19 @@ def has_openvino() -> bool:
 def onnx_files(
     model: nn.Module, image_size: tuple[int, int], transitions: tuple[str, ...] = TRANSITIONS
 ) -> dict[str, bytes]:
-    """ONNX files by name. The 8-bit one is calibrated on noise: that changes neither its size nor its latency."""
+    """ONNX files by name. The 8-bit one is calibrated on noise: that changes neither its size nor its latency.
+
+    One of the squeezed model is among them where squeezing takes something out: training has to have left it dead.
+    """
     channels = int(model.in_channels)  # type: ignore[arg-type]
     if not isinstance(model, RecNet):
         return {"ONNX": to_onnx(graph_of(model, ""), channels, image_size, {})}
     files = {f"ONNX {way}": to_onnx(graph_of(model, way), channels, image_size, {}) for way in transitions}
+    small = None if isinstance(model.stem, SqueezedStem) else squeeze(model)
+    if small is not None and bytes_of(small) < bytes_of(model):
+        files[SQUEEZED] = to_onnx(graph_of(small, "concat"), channels, image_size, {})
     noise = torch.randn(2, channels, *image_size, generator=torch.Generator().manual_seed(0))
-    return files | {"ONNX 8 bits": to_int8(model, noise, image_size, {})}
+    return files | {INT8: to_int8(model, noise, image_size, {})}
 
 
 def sizes(model: nn.Module, image_size: tuple[int, int] = (32, 32)) -> Sizes:
@@ -83,7 +93,7 @@ def sizes(model: nn.Module, image_size: tuple[int, int] = (32, 32)) -> Sizes:
         with tempfile.TemporaryDirectory() as folder:
             pair = openvino.write_openvino(single, Path(folder) / "model.xml")
     weights = bytes_of(model)
-    return Sizes(weights // 4, weights, len(single), pair, len(files.get("ONNX 8 bits", b"")))
+    return Sizes(weights // 4, weights, len(single), pair, len(files.get(INT8, b"")))
 
 
 def bench(
@@ -112,7 +122,7 @@ def bench(
             path.write_bytes(content)
             builds[way] = partial(Session, str(path), threads)
             weigh[way] = len(content)
-        for way in [way for way in files if has_openvino() and way != "ONNX 8 bits"]:
+        for way in [way for way in files if has_openvino() and way not in (SQUEEZED, INT8)]:
             path, name = folder / f"{len(weigh)}.xml", way.replace("ONNX", "OpenVINO")
             weigh[name] = openvino.write_openvino(files[way], path)
             builds[name] = partial(openvino.Session, path, threads)

@@ -16,6 +16,7 @@ from recnets.deploy.check import Comparison, compare, normalise
 from recnets.deploy.int8 import to_int8
 from recnets.errors import RecNetsError
 from recnets.models import RecNet
+from recnets.models.profile import count_macs
 from recnets.utils import atomic_write, choose
 
 FORMATS = ("onnx", "openvino", "executorch")
@@ -31,7 +32,8 @@ class Exported:
     """What was written and how it compares with PyTorch on `batches`.
 
     `file_bytes` counts all files of the format, `weight_bytes` the unique parameters in float32. `transition` is ""
-    for models without Recurrent modules.
+    for models without Recurrent modules. `macs` are multiply-adds of one picture as the file computes it, `model_macs`
+    as the model does; step channels that are zero anyway make the difference.
     """
 
     path: Path
@@ -41,6 +43,8 @@ class Exported:
     weight_bytes: int
     difference: float
     agreement: float
+    macs: int
+    model_macs: int
     batches: tuple[int, ...] = BATCHES
 
 
@@ -68,6 +72,11 @@ def check(
     if not difference <= TOLERANCE * largest:
         raise RecNetsError(f"the exported model differs from PyTorch by {difference:.3g}, more than rounding explains")
     return difference, agree / sum(batches)
+
+
+def macs_of(model: nn.Module, image_size: tuple[int, int], scale: str = "weights") -> tuple[int, int]:
+    """Multiply-adds of one picture: (in an exported file, in the model)."""
+    return count_macs(onnx.graph_of(model, "concat", scale), image_size), count_macs(model, image_size)
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -135,7 +144,8 @@ def export(
         batches = executorch.batches(max_batch)
         difference, agreement = check(model, executorch.Session(content), size, batches)
         atomic_write(out, content)
-        return Exported(out, format, transition, len(content), weight_bytes, difference, agreement, batches)
+        macs = macs_of(model, size, "states")
+        return Exported(out, format, transition, len(content), weight_bytes, difference, agreement, *macs, batches)
     content, transition = onnx.export_onnx(model, size, about, transition)
     _check_size(content, weight_bytes)
     difference, agreement = check(model, onnx.Session(content), size)
@@ -145,7 +155,8 @@ def export(
     else:
         file_bytes = openvino.write_openvino(content, out)
         difference, agreement = check(model, openvino.Session(out), size)
-    return Exported(out, format, transition, file_bytes, weight_bytes, difference, agreement)
+    macs = macs_of(model, size)
+    return Exported(out, format, transition, file_bytes, weight_bytes, difference, agreement, *macs)
 
 
 def export_int8(
@@ -179,5 +190,5 @@ def export_int8(
         raise RecNetsError(f"8 bits lose more than {max_loss} points of accuracy, nothing is written. {comparison}")
     atomic_write(out, content)
     agreement = 1 - comparison.changed / comparison.images
-    sizes = (len(content), bytes_of(model))
-    return Exported(out, "onnx-int8", "concat", *sizes, comparison.difference, agreement), comparison
+    sizes, macs = (len(content), bytes_of(model)), macs_of(model, data.image_size)
+    return Exported(out, "onnx-int8", "concat", *sizes, comparison.difference, agreement, *macs), comparison

@@ -181,6 +181,7 @@ class Unrolled(nn.Module):
             self.stages.append(nn.Sequential(*modules))
         self.pool = model.pool
         self.classifier = model.classifier
+        self.in_channels = model.in_channels
         self.eval().requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
