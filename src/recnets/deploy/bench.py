@@ -78,7 +78,7 @@ def onnx_files(
     files = {f"ONNX {way}": to_onnx(graph_of(model, way), channels, image_size, {}) for way in transitions}
     small = None if isinstance(model.stem, SqueezedStem) else squeeze(model)
     if small is not None and bytes_of(small) < bytes_of(model):
-        files[SQUEEZED] = to_onnx(graph_of(small, "concat"), channels, image_size, {})
+        files[SQUEEZED] = to_onnx(graph_of(small, "stream"), channels, image_size, {})
     noise = torch.randn(2, channels, *image_size, generator=torch.Generator().manual_seed(0))
     return files | {INT8: to_int8(model, noise, image_size, {})}
 
