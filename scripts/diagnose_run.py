@@ -1,6 +1,7 @@
 """What precision and BN do to a trained network: `python scripts/diagnose_run.py RUN [--data-dir DATA]`.
 
-Prints the share of each CRC layer's step channels that training switched off (BN weight below 1e-2); how far the
+Prints the share of each CRC layer's step channels that training switched off (BN weight below 1e-2), and of how many
+steps that is all of them, so that nothing of the picture passes on to the next; how far the
 gradient of a batch of training images is from the one in float64, in fp32, fp16 and bf16 (autocast); and the test
 accuracy as saved and with BN's running statistics computed again from batches of training images. For runs that end
 below expectation: neither precision nor statistics should make a difference worth speaking of.
@@ -45,6 +46,13 @@ def dead(model: nn.Module) -> list[tuple[int, int]]:
     return [(int((weight.abs() < DEAD).sum()), len(weight)) for weight in weights]
 
 
+def cut(model: nn.Module) -> tuple[int, int]:
+    """(steps with all channels switched off, steps) of all CRC layers."""
+    layers = [m for m in model.modules() if isinstance(m, CRC) and m.norm is not None]
+    states = [layer.norm.weight.abs().view(-1, layer.s_out) for layer in layers if layer.norm is not None]
+    return sum(int((state < DEAD).all(dim=1).sum()) for state in states), sum(len(state) for state in states)
+
+
 @torch.no_grad()
 def with_new_statistics(model: nn.Module, loader: EpochLoader, batches: int) -> nn.Module:
     """A copy of `model` whose running statistics are the averages over so many batches of training images."""
@@ -75,6 +83,7 @@ def main() -> None:
         share = sum(off for off, _ in counts) / sum(of for _, of in counts)
         layers = ", ".join(f"{100 * off / of:.0f}" for off, of in counts)
         print(f"step channels switched off: {100 * share:.0f} % (layer by layer {layers} %)", flush=True)
+        print("steps that pass nothing on: {} of {}".format(*cut(model)), flush=True)
     batch = next(loader.epoch(0))
     images = loader.normalise(batch.images)
     exact = gradient(model, images, batch.labels, torch.float64)

@@ -10,9 +10,11 @@ import torch
 from recnets.cli.main import main
 from recnets.deploy.bench import has_openvino, plain, sizes
 from recnets.deploy.export import size_limit
-from recnets.deploy.liveness import peak_bytes
+from recnets.deploy.int8 import to_int8
+from recnets.deploy.liveness import multiply_adds, peak_bytes
 from recnets.deploy.onnx import graph_of, to_onnx
 from recnets.models import load_weights, save_weights
+from recnets.models.profile import count_macs
 
 onnx = pytest.importorskip("onnx", reason="the extra 'export' is not installed")
 for _name in ("onnxscript", "onnxruntime"):
@@ -37,6 +39,22 @@ def test_liveness_by_hand():
     assert peak_bytes(graph(chain)) == 256  # b goes into x as it is added
     apart = [("Conv", ["x", "w"], "a"), ("Relu", ["x"], "b"), ("Add", ["a", "b"], "y")]
     assert peak_bytes(graph(apart)) == 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [{}, {"head": "hidden", "kernel_h": 1}], ids=str)
+def test_multiply_adds_of_a_file(trained, overrides):
+    model = trained("RecNet(4, 4, 6)", **overrides)
+    whole = count_macs(model, (8, 8))
+    for way in ("stream", "concat"):
+        assert multiply_adds(to_onnx(graph_of(model, way), 3, (8, 8), {})) == whole
+    eight = multiply_adds(to_int8(model, torch.randn(2, 3, 8, 8), (8, 8), {}))
+    assert eight == whole if not overrides else eight > whole  # there a smaller kernel is padded with zeros
+    crc = model.stages[0][0].crc
+    crc.norm.weight.data.view(6, 16)[2] = 0
+    crc.norm.bias.data.view(6, 16)[2] = -1
+    first = 64 * 16 * (9 * 4 + crc.weight_h[0].numel() + crc.weight_h[0].numel() + 24)
+    assert multiply_adds(to_onnx(graph_of(model, "concat"), 3, (8, 8), {})) == whole - first
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 
 from recnets.deploy import live, optimize, squeeze
 from recnets.deploy.int8 import to_int8
-from recnets.deploy.live import live_channels
+from recnets.deploy.live import affines, in_blocks, live_channels, read_channels
 from recnets.deploy.onnx import Session, to_onnx
 from recnets.deploy.unrolled import TRANSITIONS, Unrolled
 
@@ -18,6 +18,10 @@ def difference(got, expected):
     return float((got - expected).abs().max() / expected.abs().max())
 
 
+def alive(module):
+    return live_channels(*affines(module), read_channels(module))
+
+
 def switch_off(model, step, channels=slice(None)):
     """Make channels of a step of the first module zero."""
     crc = model.stages[0][0].crc
@@ -26,27 +30,30 @@ def switch_off(model, step, channels=slice(None)):
     return model
 
 
-def test_zero_for_every_picture(trained):
+def test_zero_for_every_picture(trained, monkeypatch):
     module = trained(NETWORK).stages[0][0]
     weight, bias = (t.data.view(4, 8) for t in (module.crc.norm.weight, module.crc.norm.bias))
     weight[0, [1, 2, 3]], bias[0, 1], bias[0, 2], bias[0, 3] = 0.0, -0.5, 0.0, 0.5
     weight[2], bias[2] = 0.0, -1.0
-    found = live_channels(module, 1)
+    found = alive(module)
     assert found[0].tolist() == [True, False, False, True] + [True] * 4  # the last of them is 0.5 everywhere
     assert not found[2].any()
     assert found[[1, 3]].all()
-    assert live_channels(module, 4).sum(dim=1).tolist() == [8, 8, 0, 8]
-    assert live_channels(module).sum(dim=1).tolist() == [8, 8, 0, 8]
+    monkeypatch.setattr(live, "BLOCK", 4)
+    assert in_blocks(found).sum(dim=1).tolist() == [8, 8, 0, 8]
+    monkeypatch.setattr(live, "BLOCK", 7)
+    assert in_blocks(found).sum(dim=1).tolist() == [7, 8, 0, 8]
+    assert found.sum(dim=1).tolist() == [6, 8, 0, 8]
 
 
 def test_a_relu_alone_has_no_zeros(trained):
-    assert live_channels(trained(NETWORK, nonlinearity="relu").stages[0][0], 1).all()
+    assert alive(trained(NETWORK, nonlinearity="relu").stages[0][0]).all()
 
 
 def test_of_nothing_one_channel_is_left(trained):
     model = switch_off(trained(NETWORK), slice(None))
-    assert live_channels(model.stages[0][0], 1).sum() == 1
-    assert live_channels(squeeze(model, 0.0).stages[0][0], 1).sum() == 1
+    assert alive(model.stages[0][0]).sum() == 1
+    assert alive(squeeze(model, 0.0).stages[0][0]).sum() == 1
 
 
 @pytest.mark.parametrize("overrides", [{}, {"kernel_h": 1}, {"kernel_x": 5, "padding_mode": "circular"}], ids=str)
@@ -61,7 +68,7 @@ def test_nothing_is_missed(trained, monkeypatch, overrides, dead, block):
             expected = model(x)
             for transition in TRANSITIONS:
                 unrolled = Unrolled(network, transition, "weights")
-                assert len(unrolled.stages[0][0].channels[1]) == 0
+                assert unrolled.stages[0][0].widths[1] == 0
                 assert difference(unrolled(x), expected) < 1e-5
             for mode in ("stream", "concat", "packed"):
                 fast = optimize(network, mode=mode, scale="folded", image_size=(9, 11))
@@ -100,10 +107,16 @@ def test_squeezing_makes_what_counts_as_zero_exactly_that(trained):
     norm = small.stages[0][0].crc.norm
     assert norm.weight.view(4, 7)[0].eq(0).tolist() == [True, True] + [False] * 5
     assert norm.bias.view(4, 7)[0, 0] == 0
-    assert live_channels(small.stages[0][0], 1).sum(dim=1).tolist() == [5, 7, 7, 7]
+    assert alive(small.stages[0][0]).sum(dim=1).tolist() == [5, 7, 7, 7]
     x = torch.randn(2, 3, 9, 11)
     with torch.no_grad():
         assert difference(small(x), model(x)) < 1e-3
     small.train()(x).sum().backward()  # and it stays so in training
     assert norm.weight.grad.view(4, 7)[0, :2].eq(0).all()
     assert norm.bias.grad.view(4, 7)[0, :2].eq(0).all()
+
+
+def test_masks_do_not_follow_the_default_device(trained):
+    module = trained(NETWORK).stages[0][0]
+    with torch.device("meta"):
+        assert alive(module).all()

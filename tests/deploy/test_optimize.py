@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from recnets.deploy import optimize, squeeze
 from recnets.deploy.bench import plain as plain_modules
@@ -141,6 +142,20 @@ def test_packed_weights_are_packed_again_in_a_copy(trained, tmp_path):
         assert_same(fast.double()(x.double()).float(), expected)
         assert torch.equal(fast.float()(x), expected)
     assert not expected.is_inference()
+
+
+def test_packed_convolutions_are_counted_and_switched_off_with_onednn(trained):
+    model, x = trained(), torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        flops = []
+        for mode, enabled in (("concat", True), ("packed", True), ("packed", False)):
+            fast = optimize(model, mode=mode, scale="folded", image_size=16)
+            with torch.backends.mkldnn.flags(enabled=enabled), FlopCounterMode(display=False) as counter:
+                assert_same(fast(x), model(x))
+            counted = counter.get_flop_counts()["Global"]
+            flops.append(sum(v for k, v in counted.items() if "conv" in str(k)))
+            assert any("pointwise" in str(k) for k in counted) == (mode == "packed" and enabled)
+    assert flops[0] == flops[2] < flops[1]  # packed, the transition is a convolution too
 
 
 def test_large_folded_weights_follow_a_change_of_type(trained):

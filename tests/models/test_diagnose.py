@@ -60,6 +60,10 @@ def test_channels_that_training_switched_off(script, model):
     with torch.no_grad():
         model.stages[1][0].crc.norm.weight[:3] = torch.tensor([0.009, -0.001, 0.011])
     assert script.dead(model) == [(0, 8), (0, 8), (2, 8), (0, 8)]
+    assert script.cut(model) == (0, 8)
+    with torch.no_grad():
+        model.stages[1][0].crc.norm.weight[4:] = 0
+    assert script.cut(model) == (1, 8)
 
 
 def test_the_command_prints_all(script, model, split, tmp_path, monkeypatch, capsys):
@@ -72,6 +76,7 @@ def test_the_command_prints_all(script, model, split, tmp_path, monkeypatch, cap
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [
         "step channels switched off",
+        "steps that pass nothing on",
         "gradient in float32",
         "gradient in float16",
         "gradient in bfloat16",

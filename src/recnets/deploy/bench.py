@@ -17,7 +17,7 @@ from recnets.deploy import openvino
 from recnets.deploy.export import bytes_of
 from recnets.deploy.int8 import to_int8
 from recnets.deploy.liveness import peak_bytes
-from recnets.deploy.onnx import Session, graph_of, to_onnx
+from recnets.deploy.onnx import Session, export_onnx, graph_of, to_onnx
 from recnets.deploy.optimize import optimize
 from recnets.deploy.squeeze import squeeze
 from recnets.deploy.turns import Build, time_in_turns
@@ -68,19 +68,25 @@ def has_openvino() -> bool:
 def onnx_files(
     model: nn.Module, image_size: tuple[int, int], transitions: tuple[str, ...] = TRANSITIONS
 ) -> dict[str, bytes]:
-    """ONNX files by name. The 8-bit one is calibrated on noise: that changes neither its size nor its latency.
-
-    One of the squeezed model is among them where squeezing takes something out: training has to have left it dead.
-    """
+    """ONNX files by name. The 8-bit one is calibrated on noise: that changes neither its size nor its latency."""
     channels = int(model.in_channels)  # type: ignore[arg-type]
     if not isinstance(model, RecNet):
         return {"ONNX": to_onnx(graph_of(model, ""), channels, image_size, {})}
     files = {f"ONNX {way}": to_onnx(graph_of(model, way), channels, image_size, {}) for way in transitions}
-    small = None if isinstance(model.stem, SqueezedStem) else squeeze(model)
-    if small is not None and bytes_of(small) < bytes_of(model):
-        files[SQUEEZED] = to_onnx(graph_of(small, "stream"), channels, image_size, {})
     noise = torch.randn(2, channels, *image_size, generator=torch.Generator().manual_seed(0))
     return files | {INT8: to_int8(model, noise, image_size, {})}
+
+
+def squeezed_file(model: nn.Module, image_size: tuple[int, int]) -> dict[str, bytes]:
+    """The file of the squeezed model, if squeezing takes something out: training has to have left it dead."""
+    if not isinstance(model, RecNet) or isinstance(model.stem, SqueezedStem):
+        return {}
+    if any(norm.weight is None for norm in model.modules() if isinstance(norm, nn.BatchNorm2d)):
+        return {}
+    small = squeeze(model)
+    if bytes_of(small) == bytes_of(model):
+        return {}
+    return {SQUEEZED: export_onnx(small, image_size, {})[0]}
 
 
 def sizes(model: nn.Module, image_size: tuple[int, int] = (32, 32)) -> Sizes:
@@ -114,7 +120,7 @@ def bench(
     """
     with torch.inference_mode(False), torch.no_grad(), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        files = onnx_files(model.eval(), image_size)
+        files = onnx_files(model.eval(), image_size) | squeezed_file(model, image_size)
         builds = _in_pytorch(model, folder, image_size, compile)
         weigh: dict[str, int] = {}
         for way, content in files.items():

@@ -14,6 +14,7 @@ from recnets.data import DataSet
 from recnets.deploy import executorch, onnx, openvino
 from recnets.deploy.check import Comparison, compare, normalise
 from recnets.deploy.int8 import to_int8
+from recnets.deploy.liveness import multiply_adds
 from recnets.errors import RecNetsError
 from recnets.models import RecNet
 from recnets.models.profile import count_macs
@@ -33,7 +34,7 @@ class Exported:
 
     `file_bytes` counts all files of the format, `weight_bytes` the unique parameters in float32. `transition` is ""
     for models without Recurrent modules. `macs` are multiply-adds of one picture as the file computes it, `model_macs`
-    as the model does; step channels that are zero anyway make the difference.
+    as the model does: an ONNX or OpenVINO file leaves out step channels that are zero anyway.
     """
 
     path: Path
@@ -72,11 +73,6 @@ def check(
     if not difference <= TOLERANCE * largest:
         raise RecNetsError(f"the exported model differs from PyTorch by {difference:.3g}, more than rounding explains")
     return difference, agree / sum(batches)
-
-
-def macs_of(model: nn.Module, image_size: tuple[int, int], scale: str = "weights") -> tuple[int, int]:
-    """Multiply-adds of one picture: (in an exported file, in the model)."""
-    return count_macs(onnx.graph_of(model, "concat", scale), image_size), count_macs(model, image_size)
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -144,7 +140,7 @@ def export(
         batches = executorch.batches(max_batch)
         difference, agreement = check(model, executorch.Session(content), size, batches)
         atomic_write(out, content)
-        macs = macs_of(model, size, "states")
+        macs = count_macs(onnx.graph_of(model, "concat", "states"), size), count_macs(model, size)
         return Exported(out, format, transition, len(content), weight_bytes, difference, agreement, *macs, batches)
     content, transition = onnx.export_onnx(model, size, about, transition)
     _check_size(content, weight_bytes)
@@ -155,7 +151,7 @@ def export(
     else:
         file_bytes = openvino.write_openvino(content, out)
         difference, agreement = check(model, openvino.Session(out), size)
-    macs = macs_of(model, size)
+    macs = multiply_adds(content), count_macs(model, size)
     return Exported(out, format, transition, file_bytes, weight_bytes, difference, agreement, *macs)
 
 
@@ -190,5 +186,5 @@ def export_int8(
         raise RecNetsError(f"8 bits lose more than {max_loss} points of accuracy, nothing is written. {comparison}")
     atomic_write(out, content)
     agreement = 1 - comparison.changed / comparison.images
-    sizes, macs = (len(content), bytes_of(model)), macs_of(model, data.image_size)
+    sizes, macs = (len(content), bytes_of(model)), (multiply_adds(content), count_macs(model, data.image_size))
     return Exported(out, "onnx-int8", "concat", *sizes, comparison.difference, agreement, *macs), comparison

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from recnets.deploy.live import live_channels, step_affines, whole
+from recnets.deploy.live import affines, in_blocks, live_channels, read_channels, whole
 from recnets.layers import Recurrent
 from recnets.layers.norm import norm_of
 from recnets.models.recnet import Stem
@@ -53,9 +53,12 @@ class FastRecurrent(nn.Module):
         weight_x, weight_h = crc.weight_x.detach(), crc.weight_h.detach()
         self.joint = weight_x.shape[-1] == weight_h.shape[-1]
         self.folded = scale == "folded"
-        scales, shifts = step_affines(module)
-        live = live_channels(module) if self.folded else torch.ones_like(scales, dtype=torch.bool)
+        scales, shifts = affines(module)
+        live = in_blocks(live_channels(scales, shifts, read_channels(module)))
+        if not self.folded:
+            live = torch.ones_like(live)
         self.counts = [int(row.sum()) for row in live]
+        live = live.to(scales.device)
         self.scales = [vector[own] for vector, own in zip(scales, live, strict=True)]
         self.shifts = [vector[own] for vector, own in zip(shifts, live, strict=True)]
         self.first = channels_last(self._scaled(weight_x[live[0]], 0))

@@ -123,8 +123,8 @@ class _Recurrence:
         self.writer, self.name, self.module = writer, name, module
         self.integers, self.step = _rounded(_joint(module, sigma_x / sigma_h))
         scales = torch.zeros(module.d, module.s_out)
-        for i, own in enumerate(module.channels):
-            scales[i, own] = getattr(module, f"scale_{i}").flatten()
+        for i in range(module.d):
+            scales[i, module.computed(i)] = getattr(module, f"scale_{i}").flatten()
         # Stored with the sign that most steps have; a row that some step needs negated is stored twice.
         flip = (scales < 0).sum(dim=0) > (scales > 0).sum(dim=0)
         self.integers[flip] = -self.integers[flip]
@@ -139,9 +139,9 @@ class _Recurrence:
         """The name of step i's integers for x_i, and with `state` for h_{i-1} too: (C_i, s_in + C_{i-1}, k, k)."""
         columns = torch.arange(self.module.s_in)
         if state:
-            columns = torch.cat([columns, self.module.s_in + self.module.channels[i - 1]])
+            columns = torch.cat([columns, self.module.s_in + self.module.computed(i - 1)])
         chosen = self.whole
-        for axis, indices in enumerate((self.rows[i, self.module.channels[i]], columns)):
+        for axis, indices in enumerate((self.rows[i, self.module.computed(i)], columns)):
             if not torch.equal(indices, torch.arange(self.sizes[axis])):
                 chosen = self.writer.gather(chosen, indices, axis)
         return chosen
@@ -164,12 +164,12 @@ def _write_recurrent(
     hidden: list[str] = []
     h = ""
     for i, segment in enumerate(segments):
-        if not len(module.channels[i]):
+        if not module.widths[i]:
             h = ""
             continue
         read = writer.node("Concat", [segment, h], f"{name}.xh{i}", axis=1) if h else segment
         weight = layer.weight(i, state=bool(h))
-        scales = getattr(module, f"scale_{i}").flatten().abs() * layer.step[module.channels[i]]
+        scales = getattr(module, f"scale_{i}").flatten().abs() * layer.step[module.computed(i)]
         shift = getattr(module, f"shift_{i}").flatten()
         h = writer.convolution(f"{name}.h{i}", read, sigma_h, weight, scales, shift, sigma_h, radius)
         if module.counts[i]:
@@ -178,12 +178,12 @@ def _write_recurrent(
     assert isinstance(module.matrix, Tensor)
     matrix, start = whole(module.matrix, module.start, module)
     integers, step = _rounded(matrix)
-    if module.places is None:
+    if module.columns is None:
         weight = writer.constant(f"{name}.a", integers.numpy())
     else:  # a column of zeros serves the channels that the transition does not read
-        assert isinstance(module.places, Tensor)
+        assert isinstance(module.columns, Tensor)
         stored = writer.constant(f"{name}.a", F.pad(integers, (0, 0, 0, 0, 0, 1)).numpy())
-        weight = writer.gather(stored, module.places, 1)
+        weight = writer.gather(stored, module.columns, 1)
     return writer.convolution(f"{name}.y", wide, sigma_h, weight, step, start, sigma_y, 0)
 
 

@@ -12,54 +12,54 @@ from torch import Tensor, nn
 
 from recnets.layers import Recurrent
 from recnets.models.squeezed import Expand, SqueezedRecurrent
-from recnets.ops.torch import step_norm
+from recnets.ops.torch import step_affines
 
 BLOCK = 8
 """Convolutions compute channels in blocks of 4 to 16, whatever the runtime: fewer are not faster."""
 
 
-def step_affines(module: Recurrent) -> tuple[Tensor, Tensor]:
+def affines(module: Recurrent) -> tuple[Tensor, Tensor]:
     """(s, t), each (d, s_out): in evaluation h_i = relu(s_i·(x_i ⊛ W_x + h_{i-1} ⊛ W_h) + t_i)."""
     crc = module.crc
     norm = crc.step_norm()
     like = crc.weight_h.detach()
-    bias = like.new_zeros(crc.s_out) if crc.bias is None else crc.bias.detach()
     scales, shifts = like.new_ones(crc.d, crc.s_out), like.new_zeros(crc.d, crc.s_out)
-    for i in range(crc.d):
-        own = step_norm(norm, i, crc.s_out)
-        if own is not None:
-            scales[i], shifts[i] = (vector.detach() for vector in own.affine())
-    return scales, shifts + scales * bias
+    if norm is not None:
+        pairs = step_affines(norm, crc.recurrence, crc.s_out)
+        scales, shifts = (torch.stack([t.detach().flatten() for t in ts]) for ts in zip(*pairs, strict=True))
+    return scales, shifts if crc.bias is None else shifts + scales * crc.bias.detach()
+
+
+def read_channels(module: Recurrent) -> Tensor:
+    """(d, s_out), which channels of which state the transition reads. Masks are on the CPU wherever the module is."""
+    crc = module.crc
+    if isinstance(module, SqueezedRecurrent):
+        return module.transition.kept.cpu().view(crc.d, crc.s_out)
+    return torch.ones(crc.d, crc.s_out, dtype=torch.bool, device="cpu")
+
+
+def live_channels(scales: Tensor, shifts: Tensor, read: Tensor) -> Tensor:
+    """(d, s_out), which channels of which state have to be computed; the others are zero, or read by no one.
+
+    A step may have none, but the transition reads one at least.
+    """
+    live = ((scales != 0) | (shifts > 0)).cpu()
+    live[-1] &= read[-1]
+    if not (live & read).any():
+        live.view(-1)[int(read.flatten().nonzero()[0])] = True
+    return live
+
+
+def in_blocks(live: Tensor) -> Tensor:
+    """As many zero channels more as make a state a multiple of BLOCK wide, or whole. A step without any stays so."""
+    live = live.clone()
+    for row in live:
+        missing = -int(row.sum()) % BLOCK if row.any() else 0
+        row[(~row).nonzero().flatten()[:missing]] = True
+    return live
 
 
 def whole(weight: Tensor, bias: Tensor, squeezed: nn.Module) -> tuple[Tensor, Tensor]:
     """The convolution before a ReLU of a stem or a transition, of the channels too that squeezing made constants."""
     expand = getattr(squeezed, "expand", None)
     return expand.fold(weight, bias) if isinstance(expand, Expand) else (weight, bias)
-
-
-def read_channels(module: Recurrent) -> Tensor:
-    """(d, s_out), which channels of which state the transition reads."""
-    crc = module.crc
-    if isinstance(module, SqueezedRecurrent):
-        return module.transition.kept.view(crc.d, crc.s_out)
-    return torch.ones(crc.d, crc.s_out, dtype=torch.bool)
-
-
-def live_channels(module: Recurrent, block: int | None = None) -> Tensor:
-    """(d, s_out), which channels of which state have to be computed; the others are zero, or read by no one.
-
-    A state has a multiple of `block` of them (by default BLOCK), some of which are zero then, or all. A step may have
-    none, but the transition reads one at least.
-    """
-    scales, shifts = step_affines(module)
-    read = read_channels(module)
-    live = ((scales != 0) | (shifts > 0)).cpu()
-    live[-1] &= read[-1]
-    if not (live & read).any():
-        live.view(-1)[int(read.flatten().nonzero()[0])] = True
-    block = BLOCK if block is None else block
-    for row in live:
-        missing = -int(row.sum()) % block if row.any() else 0
-        row[(~row).nonzero().flatten()[:missing]] = True
-    return live

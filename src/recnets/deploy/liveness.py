@@ -1,4 +1,4 @@
-"""How much memory the tensors of an ONNX graph need at once, from the graph alone."""
+"""What an ONNX graph costs, from the graph alone: the memory of its tensors and its multiply-adds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,23 @@ from recnets.utils import require
 
 # Runtimes write these over an input that nothing else reads.
 IN_PLACE = ("Relu", "Add", "Mul")
+# What multiplies by weights, and which of its inputs they are.
+WEIGHT_AT = {"Conv": 1, "QLinearConv": 3, "Gemm": 1, "MatMul": 1}
+
+
+def multiply_adds(content: bytes) -> int:
+    """Of the convolutions and matrix products of one picture."""
+    onnx = require("onnx", "export")
+    shapes, constants = _shapes(onnx, onnx.load_from_string(content))
+    found = 0
+    for node in onnx.load_from_string(content).graph.node:
+        if node.output[0] in constants or node.op_type not in WEIGHT_AT:
+            continue
+        weight, out = shapes[node.input[WEIGHT_AT[node.op_type]]][0], math.prod(shapes[node.output[0]][0])
+        transposed = any(a.name == "transB" and a.i for a in node.attribute)
+        inner = weight[1:] if "Conv" in node.op_type or transposed else weight[:1]
+        found += out * math.prod(inner)
+    return found
 
 
 def peak_bytes(content: bytes) -> int:
@@ -62,18 +79,24 @@ def _added_in_place(graph: Any, last_use: dict[str, int]) -> list[str]:
 
 def _sizes(onnx: Any, model: Any) -> tuple[dict[str, int], set[str]]:
     """(bytes of every tensor for one picture, names of those that do not depend on the picture)."""
+    shapes, constants = _shapes(onnx, model)
+    return {name: width * math.prod(shape) for name, (shape, width) in shapes.items()}, constants
+
+
+def _shapes(onnx: Any, model: Any) -> tuple[dict[str, tuple[list[int], int]], set[str]]:
+    """((shape, bytes of an element) of every tensor for one picture, names of those that do not depend on it)."""
     for value in (*model.graph.input, *model.graph.output):
         dimension = value.type.tensor_type.shape.dim[0]
         dimension.ClearField("dim_param")
         dimension.dim_value = 1
     inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
-    sizes = {}
+    shapes = {tensor.name: (list(tensor.dims), 0) for tensor in model.graph.initializer}
     for value in (*inferred.input, *inferred.output, *inferred.value_info):
         kind = value.type.tensor_type
         width = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type).itemsize
-        sizes[value.name] = width * math.prod(d.dim_value for d in kind.shape.dim)
+        shapes[value.name] = ([d.dim_value for d in kind.shape.dim], width)
     constants = {tensor.name for tensor in model.graph.initializer} | {""}
     for node in model.graph.node:
         if all(name in constants for name in node.input):
             constants |= set(node.output)
-    return sizes, constants
+    return shapes, constants

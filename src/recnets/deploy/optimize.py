@@ -2,8 +2,8 @@
 
 What costs time at batch 1 is not arithmetic: a step of a CRC layer as plain modules is five calls (two convolutions,
 an addition, BN, ReLU), with a change of memory order around each convolution. Here a step is one convolution of
-[x_i, h_{i-1}] with [W_x, W_h] in channels-last order, or one matrix product, of the channels alone that are not zero
-anyway, and the transition's sum is a matrix product.
+[x_i, h_{i-1}] with [W_x, W_h] in channels-last order, with folded weights of the channels alone that are not zero
+anyway, or one matrix product; the transition's sum is a matrix product too.
 """
 
 from __future__ import annotations
@@ -48,6 +48,12 @@ def written(module: Recurrent, mode: str, scale: str, size: tuple[int, int]) -> 
     return FastRecurrent(module, "stream" if mode in EAGER else mode, scale)
 
 
+def _possible(module: Recurrent, mode: str) -> bool:
+    if mode == "packed":
+        return PackedRecurrent.possible(module)
+    return WinogradRecurrent.possible(module) if mode == "winograd" else ColumnRecurrent.possible(module)
+
+
 def _fastest(module: Recurrent, x: Tensor, modes: list[str], scales: list[str]) -> FastRecurrent:
     """The fastest of the ways to run a module on this machine, by the best of interleaved runs.
 
@@ -55,7 +61,11 @@ def _fastest(module: Recurrent, x: Tensor, modes: list[str], scales: list[str]) 
     """
     pairs = itertools.product(modes, scales)
     size = (x.shape[2], x.shape[3])
-    ways = [written(module, mode, scale, size) for mode, scale in pairs if mode not in EAGER or scale == scales[0]]
+    ways = [
+        written(module, mode, scale, size)
+        for mode, scale in pairs
+        if mode not in EAGER or (scale == scales[0] and (len(modes) == 1 or _possible(module, mode)))
+    ]
     if len(ways) == 1:
         return ways[0]
     seconds: list[list[float]] = [[] for _ in ways]
@@ -87,8 +97,8 @@ def optimize(
             `PackedRecurrent`), "columns" or "rows" (matrix products, see `ColumnRecurrent`), "winograd" (fewer of them,
             see `WinogradRecurrent`), or "auto" for what is fastest in each layer on this machine. A compiler takes the
             first two.
-        scale: for convolutions, "folded", "shared" or "auto" likewise; see `FastRecurrent`. "folded" with d large costs
-            memory.
+        scale: for "stream" and "concat", "folded", "shared" or "auto" likewise; see `FastRecurrent`. "folded" with d
+            large costs memory, and "packed" twice as much.
         compile: also `torch.compile` it, with `compile_options`.
 
     The outputs are those of `model.eval()` to float32 rounding.

@@ -11,23 +11,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recnets.deploy.fast import FastRecurrent, channels_last
 from recnets.layers import Recurrent
+from recnets.ops.torch import count_flops_of, onednn_takes
 
 ONE = (1, 1)
 
 
-def available() -> bool:
-    """Does this build of PyTorch have the operators?"""
-    names = ("_reorder_convolution_weight", "_convolution_pointwise")
-    return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
-
-
-def _fits(x: Tensor) -> bool:
-    """Is it a tensor with values, in float32, on a CPU?"""
-    return type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" and x.dtype == torch.float32
+AVAILABLE = all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_convolution_weight", "_convolution_pointwise"))
+"""Does this build of PyTorch have the operators?"""
+if AVAILABLE:
+    count_flops_of(torch.ops.mkldnn._convolution_pointwise)
 
 
 def _radius(weight: Tensor) -> tuple[int, int]:
@@ -48,8 +44,8 @@ def convolve(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
 class PackedRecurrent(FastRecurrent):
     """`FastRecurrent` in mode "concat" with folded weights, packed.
 
-    The weights are kept in the usual order too: what a compiler or an export looks at, and what moved to another device
-    or type, runs with those.
+    The weights are kept in the usual order too, so they take twice the memory of folded ones: what a compiler or an
+    export looks at, and what moved to another device or type, runs with those.
     """
 
     def __init__(self, module: Recurrent, height: int, width: int) -> None:
@@ -65,12 +61,12 @@ class PackedRecurrent(FastRecurrent):
         """There must be kernels of one size, zeros around the map, float32 on a CPU, and oneDNN."""
         crc, weight = module.crc, module.crc.weight_h
         same = crc.weight_x.shape[-1] == weight.shape[-1]
-        return same and crc.padding_mode == "zeros" and _fits(weight) and available()
+        return same and crc.padding_mode == "zeros" and AVAILABLE and onednn_takes(weight)
 
     def _pack(self) -> None:
         matrix = self.matrices[0].t()[:, :, None, None].contiguous()
         weights = [self.first, *(w for (w,) in self.weights), matrix]
-        self.packed = [pack(w, *self.size) if len(w) else w for w in weights] if _fits(self.first) else []
+        self.packed = [pack(w, *self.size) if len(w) else w for w in weights] if onednn_takes(self.first) else []
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedRecurrent:
         super()._apply(fn, recurse)
@@ -86,7 +82,7 @@ class PackedRecurrent(FastRecurrent):
         self._pack()
 
     def _runs_packed(self, x: Tensor) -> bool:
-        return bool(self.packed) and _fits(x) and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+        return bool(self.packed) and onednn_takes(x)
 
     def _packed_states(self, x: Tensor) -> Iterator[Tensor]:
         h: Tensor | None = None

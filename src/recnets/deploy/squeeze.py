@@ -147,7 +147,8 @@ def squeeze(model: nn.Module, threshold: float = THRESHOLD) -> RecNet:
         threshold: BN weights up to this magnitude count as zero. At 0 only exact zeros go and the outputs differ
             by rounding; at the default, trained networks keep their predictions (check them: `recnet squeeze` does).
 
-    The result is a RecNet like any other: it trains on, saves, loads, profiles and exports.
+    The result is a RecNet like any other: it trains on, saves, loads, profiles and exports. Step channels that count as
+    zero are exactly that, and get no gradient: they stay so.
     """
     if not isinstance(model, RecNet):
         raise TypeError(f"squeeze takes a RecNet, got {type(model).__name__}")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from recnets.deploy.live import live_channels, read_channels, step_affines, whole
+from recnets.deploy.live import affines, in_blocks, live_channels, read_channels, whole
 from recnets.layers import Recurrent
 from recnets.layers.norm import norm_of
 from recnets.models import RecNet
@@ -46,12 +46,12 @@ class UnrolledRecurrent(nn.Module):
     """A Recurrent module in evaluation, (N, d·s_in, H, W) -> (N, c_out, H, W).
 
     `scale` says where a step's BN is applied: to the "weights" (h_i = relu(x_i ⊛ s_i·W_x + h_{i-1} ⊛ s_i·W_h + t_i);
-    a runtime multiplies them once, when it loads the file, which holds W_x, W_h and the vectors s_i only) or to the
+    a runtime multiplies them once, when it loads the file, which holds W_x and W_h once) or to the
     "states" (h_i = relu(s_i·(x_i ⊛ W_x + h_{i-1} ⊛ W_h) + t_i); no copies in memory either, more work a step).
 
     With "weights" a step computes its live channels only, from those of the step before: a runtime that multiplies W_x
-    and W_h anyway picks their rows and columns too. `channels[i]` tells which they are, in `scale_i` and `shift_i` as
-    well; with "states" they are all.
+    and W_h anyway picks their rows and columns too, by indices in the file. `computed(i)` tells which they are, in
+    `scale_i` and `shift_i` as well; with "states" they are all.
     """
 
     weight_x: Tensor
@@ -66,52 +66,56 @@ class UnrolledRecurrent(nn.Module):
         self.scale, self.concat = scale, transition == "concat"
         self.register_buffer("weight_x", crc.weight_x.detach())
         self.register_buffer("weight_h", crc.weight_h.detach())
-        scales, shifts = step_affines(module)
+        scales, shifts = affines(module)
+        read = read_channels(module)
+        live = live_channels(scales, shifts, read)
         folded = scale == "weights"
-        computed = live_channels(module) if folded else torch.ones_like(scales, dtype=torch.bool)
-        self.channels = [row.nonzero().flatten() for row in computed]
-        for i, own in enumerate(self.channels):
-            self.register_buffer(f"channels_{i}", None if len(own) == crc.s_out else own)
-            self.register_buffer(f"scale_{i}", scales[i, own].reshape((-1, 1, 1, 1) if folded else (-1, 1, 1)))
-            self.register_buffer(f"shift_{i}", shifts[i, own] if folded else shifts[i].reshape(-1, 1, 1))
-        self._read_transition(module, computed)
+        computed = in_blocks(live) if folded else torch.ones_like(live)
+        self.widths = [int(row.sum()) for row in computed]
+        for i, own in enumerate(computed):
+            indices = own.nonzero().flatten().to(scales.device)
+            self.register_buffer(f"channels_{i}", None if own.all() else indices)
+            self.register_buffer(f"scale_{i}", scales[i, indices].reshape((-1, 1, 1, 1) if folded else (-1, 1, 1)))
+            self.register_buffer(f"shift_{i}", shifts[i, indices] if folded else shifts[i].reshape(-1, 1, 1))
+        self._read_transition(module, computed, read, read & live if folded else read)
 
-    def _read_transition(self, module: Recurrent, computed: Tensor) -> None:
-        """The columns of what is computed and read, and where they belong."""
+    def _read_transition(self, module: Recurrent, computed: Tensor, read: Tensor, used: Tensor) -> None:
+        """The columns of what is used of the states, out of those of what is `read`, and where they belong."""
         factor, start = norm_of(module.transition.norm).affine()
         matrix = (module.transition.conv.weight * factor[:, None, None, None]).detach()
+        matrix = matrix[:, used[read].to(matrix.device)]
         self.expand = module.transition.expand if isinstance(module, SqueezedRecurrent) else nn.Identity()
         self.register_buffer("start", start.detach())
         self.register_buffer("nothing", torch.zeros_like(matrix[:, :1]))
-        read = read_channels(module)
-        live = read & computed if self.scale == "states" else read & live_channels(module, 1)
-        matrix, read = matrix[:, live[read]], live
-        # Of each state, which of its computed channels are read; a state that gives nothing is left out.
-        masks = [mask[own] for mask, own in zip(read, computed, strict=True)]
-        self.counts = [int(mask.sum()) for mask in masks]
-        if self.concat and self.scale == "weights":
-            self._keep("", matrix, torch.cat([mask for mask, count in zip(masks, self.counts, strict=True) if count]))
-            return
-        self.register_buffer("matrix", matrix if self.concat else None)
+        masks = [mask[own] for mask, own in zip(used, computed, strict=True)]
+        self.counts = [int(mask.sum()) for mask in masks]  # a state that gives nothing is left out
+        if self.concat:
+            given = [mask for mask, count in zip(masks, self.counts, strict=True) if count]
+            self._keep("", matrix, torch.cat(given))
         for i, (mask, part) in enumerate(zip(masks, matrix.split(self.counts, dim=1), strict=True)):
             self._keep(f"_{i}", None if self.concat else part.contiguous(), mask)
 
     def _keep(self, name: str, matrix: Tensor | None, mask: Tensor) -> None:
-        """`matrix` has columns for a part of the channels; with "weights" others get a column of zeros, its last."""
-        places = mask.nonzero().flatten()
-        if self.scale == "weights":
-            places = torch.where(mask, mask.cumsum(0) - 1, mask.sum())
-        self.register_buffer(f"matrix{name}", matrix)
-        self.register_buffer(f"places{name}", None if mask.all() else places)
+        """`matrix` has columns for the channels in `mask`.
 
-    def matrix_of(self, name: str) -> tuple[Tensor, Tensor]:
-        """A matrix, for what is computed, and the transition's bias."""
-        matrix, places = getattr(self, f"matrix{name}"), getattr(self, f"places{name}", None)
-        if self.scale == "states":
-            return matrix, self.start
-        if places is not None:
-            matrix = torch.cat([matrix, self.nothing], dim=1).index_select(1, places)
-        return whole(matrix, self.start, self)
+        With "weights" the others get a column of zeros, the last: `columns` tells where each is. With "states" it is
+        the states of which only those in `kept` are read.
+        """
+        columns, kept = torch.where(mask, mask.cumsum(0) - 1, mask.sum()), mask.nonzero().flatten()
+        folded, device = self.scale == "weights", self.start.device
+        self.register_buffer(f"matrix{name}", matrix)
+        self.register_buffer(f"columns{name}", columns.to(device) if folded and not mask.all() else None)
+        self.register_buffer(f"kept{name}", None if folded or mask.all() else kept.to(device))
+
+    def matrix_of(self, name: str) -> Tensor:
+        """A matrix, for all the channels that are computed."""
+        matrix, columns = getattr(self, f"matrix{name}"), getattr(self, f"columns{name}")
+        return matrix if columns is None else torch.cat([matrix, self.nothing], dim=1).index_select(1, columns)
+
+    def computed(self, i: int) -> Tensor:
+        """The channels of h_i that are computed."""
+        channels: Tensor | None = getattr(self, f"channels_{i}")
+        return torch.arange(self.s_out, device=self.start.device) if channels is None else channels
 
     def _weights(self, i: int) -> tuple[Tensor, Tensor]:
         """W_x and W_h as step i uses them, and the step before makes their inputs."""
@@ -137,11 +141,11 @@ class UnrolledRecurrent(nn.Module):
     def states(self, x: Tensor) -> Iterator[Tensor | None]:
         """h_0 … h_{d-1}, made when asked for: a streamed graph holds them in that order.
 
-        Each is (N, len(channels[i]), H, W), or None if it has no channel that is not zero.
+        Each is (N, widths[i], H, W), or None if it has no channel that is not zero.
         """
         h: Tensor | None = None
         for i, x_i in enumerate(torch.split(x, self.s_in, dim=1)):
-            h = self._step(i, x_i, h) if len(self.channels[i]) else None
+            h = self._step(i, x_i, h) if self.widths[i] else None
             yield h
 
     def transition(self, hidden: Iterable[Tensor | None]) -> Tensor:
@@ -151,17 +155,17 @@ class UnrolledRecurrent(nn.Module):
         for i, h in enumerate(hidden):
             if h is None or not self.counts[i]:
                 continue
-            places = getattr(self, f"places_{i}", None)
-            read = h if places is None or self.scale == "weights" else h.index_select(1, places)
+            kept = getattr(self, f"kept_{i}")
+            read = h if kept is None else h.index_select(1, kept)
             if self.concat:
                 wide.append(read)
-                continue
-            matrix, start = self.matrix_of(f"_{i}")
-            total = torch.conv2d(read, matrix, start) if total is None else torch.conv2d(read, matrix) + total
+            elif total is None:
+                total = torch.conv2d(read, self.matrix_of(f"_{i}"), self.start)
+            else:
+                total = torch.conv2d(read, self.matrix_of(f"_{i}")) + total
         if total is None:
-            total = torch.conv2d(torch.cat(wide, dim=1), *self.matrix_of(""))
-        y = torch.relu(total)
-        return self.expand(y) if self.scale == "states" else y
+            total = torch.conv2d(torch.cat(wide, dim=1), self.matrix_of(""), self.start)
+        return self.expand(torch.relu(total))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.transition(self.states(x))

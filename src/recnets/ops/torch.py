@@ -8,12 +8,13 @@ Both evaluate a step's BN as part of its convolution when no batch statistics ar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.nn import Parameter
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from recnets.ops.norm import Norm
 
@@ -48,27 +49,34 @@ def infer_conv(x: Tensor, weight: Tensor, padding_mode: str) -> Tensor:
     Of a single small map PyTorch would copy the k·k neighbours of every pixel side by side, for a matrix product. That
     is faster for the smallest, but k·k·s_out channels are about as much as all the states that streaming does without.
     """
-    plain = type(x) is Tensor and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
     large = x.numel() * weight.numel() > ONEDNN_MACS * x.shape[1]
-    if plain and large and padding_mode == "zeros" and _has_onednn() and not _watched():
+    if large and padding_mode == "zeros" and onednn_takes(x, weight):
         radius = weight.shape[-1] // 2
         return torch.mkldnn_convolution(x, weight, None, (radius, radius), (1, 1), (1, 1), 1)
     return conv(x, weight, None, padding_mode)
 
 
-def _has_onednn() -> bool:
+def onednn_takes(*tensors: Tensor) -> bool:
+    """May these go to an operator of oneDNN? Ordinary float32 on a CPU, and no autocast or compiler looking on."""
+    for t in tensors:
+        if type(t) not in (Tensor, Parameter) or t.device.type != "cpu" or t.dtype != torch.float32:
+            return False
+    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
     return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
-def _watched() -> bool:
-    """Would an autocast or a compiler have to see the convolution by its usual name?"""
-    return torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or torch.jit.is_tracing()
+def count_flops_of(operator: Any) -> None:
+    """Let FlopCounterMode count an operator like a convolution: 2 a multiply-add. It knows convolutions by one name."""
+
+    def flops(x: torch.Size, weight: torch.Size, *_: Any, out_shape: torch.Size, **__: Any) -> int:
+        return 2 * out_shape.numel() * weight[1:].numel()
+
+    if operator not in flop_registry:
+        register_flop_formula(operator)(flops)
 
 
-@register_flop_formula(torch.ops.aten.mkldnn_convolution)
-def _convolution_flops(x: torch.Size, weight: torch.Size, *_: object, out_shape: torch.Size, **__: object) -> int:
-    """FlopCounterMode knows convolutions by their usual name only; 2 a multiply-add, as everywhere there."""
-    return 2 * out_shape.numel() * weight[1:].numel()
+count_flops_of(torch.ops.aten.mkldnn_convolution)
 
 
 def step_norm(norm: Norm | None, i: int, s_out: int) -> Norm | None:
