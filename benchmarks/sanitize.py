@@ -27,6 +27,7 @@ from torch import Tensor
 
 from common import RESULTS, context, file_name, origin
 from recnets.layers import CRC, Recurrent
+from recnets.layers.crc import NONLINEARITIES
 from recnets.ops import dispatch, naive
 from recnets.ops.norm import Norm
 from recnets.utils import atomic_write
@@ -50,17 +51,19 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double().cpu() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
-def drive_crc(shape: Shape, dtype: torch.dtype, device: str, backend: str) -> float:
+def drive_crc(shape: Shape, dtype: torch.dtype, device: str, backend: str, nonlinearity: str) -> float:
     """A CRC layer forward, backward and in evaluation; the larger error of its two outputs."""
     n, height, width, s_in, s_out, d, kernel_x, kernel_h = shape
-    layer = CRC(s_in, s_out, d, kernel_x=kernel_x, kernel_h=kernel_h, backend=backend).to(device)
+    kernels = {"kernel_x": kernel_x, "kernel_h": kernel_h}
+    layer = CRC(s_in, s_out, d, nonlinearity=nonlinearity, backend=backend, **kernels).to(device)
     x = torch.randn(n, d * s_in, height, width).to(dtype)
     errors = []
     for training in (True, False):
         exact = {k: t.double().cpu().clone() for k, t in layer.train(training).state_dict().items()}
-        norm = tuple(exact[f"norm.{name}"] for name in ("running_mean", "running_var", "weight", "bias"))
-        weights = (exact["weight_x"], exact["weight_h"], None)
-        expected = naive.crc(x.double(), *weights, norm, d=d, training=training)
+        names = ("running_mean", "running_var", "weight", "bias") if layer.norm is not None else ()
+        norm = tuple(exact[f"norm.{name}"] for name in names) or None
+        weights = (exact["weight_x"], exact["weight_h"], exact.get("bias"))
+        expected = naive.crc(x.double(), *weights, norm, d=d, nonlinearity=nonlinearity, training=training)
         with torch.set_grad_enabled(training):
             inputs = x.to(device).clone().requires_grad_(training)
             h = layer(inputs)
@@ -113,7 +116,9 @@ def drive(backend: str, device: str, shapes: Sequence[Shape]) -> int:
             continue  # the kernels differ only in how they add sums
         torch.manual_seed(0)
         torch.use_deterministic_algorithms(deterministic)
-        errors = [drive_crc(shape, dtype, device, backend), drive_recurrent(shape, dtype, device, backend)]
+        others = NONLINEARITIES if shape == shapes[0] else ("separate_bn_relu",)
+        errors = [drive_crc(shape, dtype, device, backend, nonlinearity) for nonlinearity in others]
+        errors += [drive_recurrent(shape, dtype, device, backend)]
         errors += [drive_norm(shape, dtype, device, backend, pool) for pool in (False, True)]
         if device == "cuda":
             torch.cuda.synchronize()

@@ -81,16 +81,23 @@ def randomise(module: nn.Module, gain: float = 1.0) -> nn.Module:
     return module
 
 
+def module_and_input(shape, dtype, device="cuda") -> tuple[Recurrent, torch.Tensor]:
+    """Of a shape as in SHAPES; x (N, d·s_in, H, W), channels-last."""
+    n, h, w, s_in, s_out, d, c_out, _, kernel_x, kernel_h = shape
+    module = randomise(Recurrent(s_in, s_out, c_out, d, kernel_x=kernel_x, kernel_h=kernel_h)).to(device).eval()
+    assert isinstance(module, Recurrent)
+    for p in module.parameters():
+        p.data = p.data.to(dtype).float()  # so that only computing rounds, not the parameters
+    return module, torch.randn(n, h, w, d * s_in, device=device).to(dtype).permute(0, 3, 1, 2)
+
+
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_plain_pytorch_in_float64(shape, dtype, rms):
-    n, h, w, s_in, s_out, d, c_out, pool, kernel_x, kernel_h = shape
-    module = randomise(Recurrent(s_in, s_out, c_out, d, kernel_x=kernel_x, kernel_h=kernel_h)).cuda().eval()
-    for p in module.parameters():
-        p.data = p.data.to(dtype).float()  # so that only computing rounds, not the parameters
-    x = torch.randn(n, h, w, d * s_in, device="cuda").to(dtype).permute(0, 3, 1, 2)
+    pool = shape[7]
+    module, x = module_and_input(shape, dtype)
     held = [torch.full((2**power,), torch.nan, device="cuda") for power in range(8, 27)]
     del held  # NaN is in the memory that the output will get
     with torch.no_grad():

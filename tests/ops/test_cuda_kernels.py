@@ -135,34 +135,39 @@ def test_a_missing_compiler_says_what_is_missing(monkeypatch):
         nvrtc._nvrtc.__wrapped__()
 
 
-def poison() -> None:
-    """Leave NaN in the memory that the next tensors will get."""
-    held = [torch.full((2**power,), torch.nan, device="cuda") for power in range(8, 27)]
+def poison(device: str) -> None:
+    """Leave NaN in the memory that the next tensors will get; on the CPU they are full of it anyway."""
+    held = [torch.full((2**power,), torch.nan, device=device) for power in range(8, 27) if device == "cuda"]
     del held
 
 
-def check_forward_and_every_gradient(shape, dtype, rms) -> None:
+def check_forward_and_every_gradient(shape, dtype, rms, device="cuda", *, batch=True, relu=True) -> None:
+    """Against the naive loop; without `batch` the statistics are known, without `relu` the recursion is linear."""
     n, h, w, s_in, s_out, d, kernel_x, kernel_h = shape
-    x = torch.randn(n, h, w, d * s_in, device="cuda").to(dtype)
-    weight_x = (torch.randn(s_out, s_in, kernel_x, kernel_x, device="cuda") / (s_in * kernel_x**2) ** 0.5).to(dtype)
-    weight_h = (torch.randn(s_out, s_out, kernel_h, kernel_h, device="cuda") / (s_out * kernel_h**2) ** 0.5).to(dtype)
-    gamma, beta = torch.rand(d * s_out, device="cuda") + 0.5, 0.1 * torch.randn(d * s_out, device="cuda")
+    x = torch.randn(n, h, w, d * s_in, device=device).to(dtype)
+    weight_x = (torch.randn(s_out, s_in, kernel_x, kernel_x, device=device) / (s_in * kernel_x**2) ** 0.5).to(dtype)
+    weight_h = (torch.randn(s_out, s_out, kernel_h, kernel_h, device=device) / (s_out * kernel_h**2) ** 0.5).to(dtype)
+    gamma, beta = torch.rand(d * s_out, device=device) + 0.5, 0.1 * torch.randn(d * s_out, device=device)
     gamma[::7] *= -1  # trained networks have some
+    mean, var = 0.1 * torch.randn(d * s_out, device=device), torch.rand(d * s_out, device=device) + 0.5
+    statistics = None if batch else torch.stack([mean, var]).view(2, d, s_out)
     inputs = (x, weight_x.float(), weight_h.float(), gamma, beta)
     layer = crc.layer_of(x, weight_x, weight_h, d)
     assert crc.supports(x, layer)
-    poison()
-    hidden, z, sums = crc.forward(*inputs, layer, 1e-5)
+    poison(device)
+    hidden, z, sums = crc.forward(*inputs, statistics, layer=layer, eps=1e-5, relu=relu)
     exact = [t.double().requires_grad_() for t in inputs]
-    running = (torch.zeros_like(exact[3]).detach(), torch.ones_like(exact[3]).detach())
+    decisions = (hidden > 0).double() if relu else torch.ones_like(hidden, dtype=torch.float64)
     expected = naive.crc(
-        exact[0].permute(0, 3, 1, 2), exact[1], exact[2], None, (*running, exact[3], exact[4]),
-        d=d, training=True, decisions=(hidden > 0).double().permute(0, 3, 1, 2),
+        exact[0].permute(0, 3, 1, 2), exact[1], exact[2], None, (mean.double(), var.double(), exact[3], exact[4]),
+        d=d, training=batch, decisions=decisions.permute(0, 3, 1, 2),
     ).permute(0, 2, 3, 1)  # fmt: skip
     grad = torch.randn_like(expected).to(dtype).contiguous()
     expected.backward(grad.double())
-    poison()
-    dx, dwx, dwh, dnorm = crc.backward(grad, x, hidden, z, sums, *inputs[1:], layer, 1e-5)
+    poison(device)
+    dx, dwx, dwh, dnorm = crc.backward(
+        grad, x, hidden, z, sums, *inputs[1:], layer=layer, eps=1e-5, batch=batch, relu=relu
+    )
     assert rms(hidden, expected) < 1e-2
     got = (dx, dwx, dwh, dnorm[1].flatten(), dnorm[0].flatten())
     for name, a, e in zip(("x", "weight_x", "weight_h", "gamma", "beta"), got, exact, strict=True):

@@ -31,15 +31,10 @@ def test_a_map_on_the_cpu_is_not_for_these_kernels():
     assert not norm_relu.supports(torch.zeros(1, 4, 4, 8, dtype=torch.bfloat16), False)
 
 
-@on_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("pool", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_output_and_every_gradient(shape, pool, dtype, rms):
+def check_output_and_every_gradient(shape, pool, dtype, rms, device="cuda") -> None:
     _, h, w, channels = shape
-    y = (2 * torch.randn(shape, device="cuda") + 1).to(dtype)
-    gamma, beta = torch.randn(channels, device="cuda"), torch.randn(channels, device="cuda")
+    y = (2 * torch.randn(shape, device=device) + 1).to(dtype)
+    gamma, beta = torch.randn(channels, device=device), torch.randn(channels, device=device)
     if pool and (h % 2 or w % 2):
         assert not norm_relu.supports(y, pool)
         return
@@ -56,6 +51,15 @@ def test_output_and_every_gradient(shape, pool, dtype, rms):
         assert leaf.grad is not None
         # ReLU's decisions near zero differ with rounding; over hundreds of thousands of pixels their sums cancel.
         assert rms(got, leaf.grad) < 1e-2, name
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_output_and_every_gradient(shape, pool, dtype, rms):
+    check_output_and_every_gradient(shape, pool, dtype, rms)
 
 
 @on_gpu

@@ -34,7 +34,6 @@ def test_triton_is_refused_at_construction_where_it_cannot_run():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"nonlinearity": "relu"}, "'relu'"),
         ({"recurrent": False}, "recurrent=False"),
         ({"padding_mode": "circular"}, "padding_mode='circular'"),
         ({"kernel_x": 5}, "kernel_x=5"),

@@ -62,12 +62,12 @@ class Recurrent(nn.Module):
     def _fused(self, x: Tensor, pool: bool) -> Tensor | None:
         """The whole module by one kernel, where there is one."""
         crc, conv = self.crc, self.transition.conv
-        if crc.norm is None or crc.norm.training or self.transition.norm.training:
+        if (crc.norm is not None and crc.norm.training) or self.transition.norm.training:
             return None
         check_input(x, crc.d * crc.s_in, f"Recurrent with {crc}")
         norms = crc.step_norm(), norm_of(self.transition.norm)
         return dispatch.recurrent_eval(
-            x, crc.weight_x, crc.weight_h, norms[0], conv.weight.flatten(1), norms[1], crc.recurrence,
+            x, crc.weight_x, crc.weight_h, crc.bias, norms[0], conv.weight.flatten(1), norms[1], crc.recurrence,
             backend=crc.backend, pool=pool,
         )  # fmt: skip
 

@@ -36,8 +36,8 @@ _said: set[str] = set()
 
 def missing_kernel(r: Recurrence, kernel_x: int, kernel_h: int, s_in: int, s_out: int) -> str | None:
     """Why no fused kernel exists for these settings, or None where one does."""
-    if r.nonlinearity != "separate_bn_relu" or not r.recurrent:
-        return f"the kernels are for the recurrent 'separate_bn_relu', got {r.nonlinearity!r}, recurrent={r.recurrent}"
+    if not r.recurrent:
+        return f"the kernels are for the recurrence, got recurrent={r.recurrent}"
     if r.padding_mode != "zeros":
         return f"the kernels pad with zeros, got padding_mode={r.padding_mode!r}"
     if kernel_x not in (1, 3) or kernel_h not in (1, 3):
@@ -64,11 +64,13 @@ def cannot_run(x: Tensor, norm: Norm | None, widest: int) -> str | None:
         return f"the kernels need a CUDA tensor and the package 'triton', got a tensor on {x.device}"
     if compute_dtype(x) not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the kernels take float32, float16 and bfloat16, got {x.dtype}"
-    if norm is None or norm.weight is None or norm.bias is None:
+    if x.numel() == 0:
+        return f"the kernels need pixels, got {tuple(x.shape)}"
+    if norm is not None and (norm.weight is None or norm.bias is None):
         return "the kernels need a norm with weight and bias"
-    if norm.weight.device != x.device or x.numel() == 0:
-        return f"the kernels need pixels, on the device of the norm, got {tuple(x.shape)} on {x.device}"
-    if norm.group is not None:
+    if norm is not None and norm.weight is not None and norm.weight.device != x.device:
+        return f"the kernels need input and norm on one device, got {x.device} and {norm.weight.device}"
+    if norm is not None and norm.group is not None:
         return "the kernels do not synchronise batch statistics over processes"
     if x.shape[0] * x.shape[2] * x.shape[3] * max(widest, x.shape[1]) >= 2**31:
         return f"the kernels index with 32 bits, got {x.shape[0] * x.shape[2] * x.shape[3]} pixels of {widest} channels"
@@ -114,30 +116,48 @@ def crc(
         return plain.crc(x, weight_x, weight_h, bias, norm, r)
     s_out, s_in = weight_x.shape[:2]
     reason = missing_kernel(r, weight_x.shape[-1], weight_h.shape[-1], s_in, s_out) or cannot_run(x, norm, r.d * s_out)
-    if reason is None and norm is not None and not norm.batch_statistics:
-        tensors = (x, weight_x, weight_h, norm.weight, norm.bias)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            reason = "the evaluation kernel has no gradient (a frozen norm in training, or no torch.no_grad())"
+    inside = None if r.nonlinearity == "linear" else norm  # Eq. 4 normalises what the recursion leaves
+    if reason is None and weight_x.device != x.device:
+        reason = f"the kernels need input and weights on one device, got {x.device} and {weight_x.device}"
+    if reason is None and bias is not None and inside is not None:
+        reason = "the kernels take a bias or a norm in a step, not both"
     if not _chosen(backend, reason):
         return plain.crc(x, weight_x, weight_h, bias, norm, r)
-    assert norm is not None
-    assert norm.weight is not None
-    assert norm.bias is not None
-    if not norm.batch_statistics:
-        assert norm.mean is not None
-        assert norm.var is not None
-        return fused.crc_eval(
-            x.to(compute_dtype(x)), weight_x, weight_h, norm.weight, norm.bias, norm.mean, norm.var, r.d, norm.eps
-        )
     weight_x, weight_h = _taps_in_order(weight_x), _taps_in_order(weight_h)
-    h, _, sums = fused.crc_train(x.to(compute_dtype(x)), weight_x, weight_h, norm.weight, norm.bias, r.d, norm.eps)
-    _update(sums, norm, x)
-    return h
+    own = _norm_of_steps(inside, bias, r.d, weight_x)
+    known = None
+    if not own.batch_statistics:
+        assert own.mean is not None
+        assert own.var is not None
+        known = torch.stack([own.mean, own.var]).float().view(2, r.d, s_out)
+    relu = r.nonlinearity != "linear"
+    h, _, sums = fused.crc(x.to(compute_dtype(x)), weight_x, weight_h, own.weight, own.bias, known, r.d, own.eps, relu)
+    if inside is not None and known is None:
+        _update(sums, inside, x)
+    if relu:
+        return h
+    return torch.relu(h) if norm is None else norm_relu(h, norm, backend=backend)
+
+
+def _norm_of_steps(norm: Norm | None, bias: Tensor | None, d: int, weight_x: Tensor) -> Norm:
+    """σ_i of all steps as the kernels take it, d·s_out channels.
+
+    One norm for all steps is repeated. Without a norm mean and variance are 0 and 1, and the bias is β.
+    """
+    channels = d * weight_x.shape[0]
+
+    def each(t: Tensor | None) -> Tensor | None:
+        return t if t is None or t.shape[0] == channels else t.repeat(d)
+
+    if norm is None:
+        zeros, ones = (torch.full((channels,), v, device=weight_x.device) for v in (0.0, 1.0))
+        return Norm(zeros, ones, ones, zeros if bias is None else each(bias), False, 0.0, 0.0)
+    return norm._replace(mean=each(norm.mean), var=each(norm.var), weight=each(norm.weight), bias=each(norm.bias))
 
 
 def recurrent_eval(
-    x: Tensor, weight_x: Tensor, weight_h: Tensor, norm: Norm | None, matrix: Tensor, last: Norm, r: Recurrence, *,
-    backend: str = "auto", pool: bool = False,
+    x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm: Norm | None, matrix: Tensor, last: Norm,
+    r: Recurrence, *, backend: str = "auto", pool: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """A CRC layer and its transition in evaluation by one kernel, where that can run, else None.
 
@@ -149,16 +169,18 @@ def recurrent_eval(
     s_out, s_in, kernel_x, _ = weight_x.shape
     if matrix.shape[1] != r.d * s_out or any(t.device != x.device for t in (weight_x, weight_h, matrix)):
         return None
-    for n in (norm, last):
-        if n is None or n.batch_statistics or any(t is None for t in (n.mean, n.var, n.weight, n.bias)):
+    if r.nonlinearity == "linear" or (norm is not None and bias is not None):
+        return None
+    norms = (_norm_of_steps(norm, bias, r.d, weight_x), last)
+    for n in norms:
+        if n.batch_statistics or any(t is None for t in (n.mean, n.var, n.weight, n.bias)):
             return None
     if missing_kernel(r, kernel_x, weight_h.shape[-1], s_in, s_out) is not None:
         return None
     x = x.to(compute_dtype(x))
     if not inference.supports(x, inference.module_of(x.permute(0, 2, 3, 1), weight_x, weight_h, matrix, r.d, pool)):
         return None
-    assert norm is not None
-    steps, after = ((n.weight, n.bias, n.mean, n.var, n.eps) for n in (norm, last))
+    steps, after = ((n.weight, n.bias, n.mean, n.var, n.eps) for n in norms)
     weight_x, weight_h = _taps_in_order(weight_x), _taps_in_order(weight_h)
     return inference.recurrent_eval(x, weight_x, weight_h, *steps, matrix, *after, r.d, pool)
 

@@ -1,7 +1,8 @@
 // Training backward of a CRC layer (Eq. 3), all steps in one launch, from the last to the first:
 // g_i = dh_i + dz_{i+1} * W_h^T, m_i = g_i where h_i > 0, and, once the sums of m_i and m_i*zhat_i over the batch are
 // known, dz_i = gamma_i/sigma_i * (m_i - mean(m_i) - zhat_i*mean(m_i*zhat_i)); and dx_i = dz_i * W_x^T.
-// Blocks, tiles and waits as in forward.cu.
+// Blocks, tiles and waits, BATCH and RELU as in forward.cu; statistics that are known, in `sums`, have no part in the
+// gradient: dz_i = gamma_i/sigma_i * m_i.
 //
 // dx shares its taps with the convolution of dz, so it comes along as DX_TILES more tiles of 8 outputs a warp (0 where
 // kernel sizes differ or memory is short: input_grad.cu does it then). DX are the channels of dx that a block computes,
@@ -18,8 +19,8 @@ struct Statistics {
 __device__ __forceinline__ Statistics statistics(const float* sums, const float* gamma, const float* beta, int i, int c,
                                                  float pixels, float eps) {
     Statistics s;
-    s.mean = sums[i * SO + c] / pixels;
-    s.rstd = rsqrtf(fmaxf(sums[(D + i) * SO + c] / pixels - s.mean * s.mean, 0.f) + eps);
+    s.mean = BATCH ? sums[i * SO + c] / pixels : sums[i * SO + c];
+    s.rstd = rsqrtf(fmaxf(BATCH ? sums[(D + i) * SO + c] / pixels - s.mean * s.mean : sums[(D + i) * SO + c], 0.f) + eps);
     s.scale = gamma[i * SO + c] * s.rstd;
     s.shift = beta[i * SO + c] - s.mean * s.scale;
     return s;
@@ -32,8 +33,8 @@ __device__ __forceinline__ void norm_grad(float* coefficients, const float* sums
         const float mean_m = total(grad_sums, 0, i, c) / pixels, mean_mz = total(grad_sums, 1, i, c) / pixels;
         const Statistics s = statistics(sums, gamma, beta, i, c, pixels, eps);
         coefficients[c] = s.scale;
-        coefficients[SO + c] = -s.scale * mean_mz * s.rstd;
-        coefficients[2 * SO + c] = s.scale * (mean_mz * s.rstd * s.mean - mean_m);
+        coefficients[SO + c] = BATCH ? -s.scale * mean_mz * s.rstd : 0.f;
+        coefficients[2 * SO + c] = BATCH ? s.scale * (mean_mz * s.rstd * s.mean - mean_m) : 0.f;
     }
     __syncthreads();
 }
@@ -215,8 +216,8 @@ __device__ __forceinline__ void put(const float (&acc)[MT][NT][4], float (&sum)[
                 const int q = (wm * MT + m) * 16 + half * 8 + lane / 4;
                 if (q >= count) continue;
                 const float2 pre = unpack2(pres[m][half]), dh = unpack2(dhs[m][half]);
-                const float a = pre.x * scale.x + shift.x > 0 ? acc[m][n][half * 2] + dh.x : 0.f;
-                const float b = pre.y * scale.y + shift.y > 0 ? acc[m][n][half * 2 + 1] + dh.y : 0.f;
+                const float a = !RELU || pre.x * scale.x + shift.x > 0 ? acc[m][n][half * 2] + dh.x : 0.f;
+                const float b = !RELU || pre.y * scale.y + shift.y > 0 ? acc[m][n][half * 2 + 1] + dh.y : 0.f;
                 const u32 v = pack2(a, b);
                 store_shared(ms + own_at(q, c * 2), v);
                 if (SINGLE && shared_with_others(q, HALO)) *(u32*)(out + (size_t)q * SO + c) = v;

@@ -42,12 +42,14 @@ def _kernel(name: str, x: Tensor, defines: dict[str, int], shared: int) -> nvrtc
 
 
 @cache
-def _prepare(layer: Layer, dtype: torch.dtype, index: int) -> None:
+def _prepare(layer: Layer, dtype: torch.dtype, index: int, batch: bool, relu: bool) -> None:
     """Start compiling what the backward pass will need, while the forward pass is compiled and runs."""
     backward = plan.step("backward", layer, multiprocessors(index))
     grad = plan.weight_grad(layer, layer.so, layer.kh, True)
     if backward is not None:
-        kernels.compile_ahead("backward", dtype, index, backward.defines(layer))
+        kernels.compile_ahead(
+            "backward", dtype, index, {**backward.defines(layer), **sigma_defines(batch=batch, relu=relu)}
+        )
     if grad is not None:
         kernels.compile_ahead("weight_grad", dtype, index, grad.defines(layer, layer.so, layer.kh, 1))
 
@@ -114,12 +116,12 @@ class Sums:
     `pack` clears what the next launch adds to.
     """
 
-    def __init__(self, layer: Layer, device: torch.device) -> None:
+    def __init__(self, layer: Layer, device: torch.device, known: Tensor | None = None) -> None:
         size = COPIES * 2 * layer.d * layer.so
         self.zeros = torch.empty(size + layer.d, dtype=torch.float32, device=device)
         # Counters are integers, whose zero is the same.
         self.copies, self.counters = self.zeros[:size], self.zeros[size:]
-        self.total = torch.empty(2, layer.d, layer.so, dtype=torch.float32, device=device)
+        self.total = torch.empty(2, layer.d, layer.so, device=device) if known is None else known
 
 
 def _grid(kernel: nvrtc.Kernel, chosen: plan.Plan, layer: Layer, device: int) -> tuple[int, int, int]:
@@ -131,18 +133,29 @@ def _grid(kernel: nvrtc.Kernel, chosen: plan.Plan, layer: Layer, device: int) ->
     return min(chosen.tile.count(layer), most) * splits, 1, 1
 
 
+def sigma_defines(*, batch: bool, relu: bool) -> dict[str, int]:
+    """Constants of σ_i: are its statistics those of the batch, and does it end in ReLU?"""
+    return {"BATCH": int(batch), "RELU": int(relu)}
+
+
 def forward(
-    x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, layer: Layer, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(h, z, sums): rows of hidden states and of pre-activations, and Σz and Σz² as (2, d, s_out)."""
+    x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, statistics: Tensor | None, *,
+    layer: Layer, eps: float, relu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(h, z, sums): rows of hidden states and of pre-activations, and Σz and Σz² as (2, d, s_out).
+
+    `statistics`, mean and variance as (2, d, s_out), take the place of the sums where they are known.
+    """
     device = x.get_device()
     chosen = plan.step("forward", layer, multiprocessors(device))
     assert chosen is not None
-    _prepare(layer, x.dtype, device)
-    kernel = _kernel("forward", x, chosen.defines(layer), chosen.shared)
+    _prepare(layer, x.dtype, device, statistics is None, relu)
+    kernel = _kernel(
+        "forward", x, {**chosen.defines(layer), **sigma_defines(batch=statistics is None, relu=relu)}, chosen.shared
+    )
     z = torch.empty(layer.n, layer.h, layer.w, layer.d * layer.so, dtype=x.dtype, device=x.device)
     h = torch.empty_like(z)
-    sums = Sums(layer, x.device)
+    sums = Sums(layer, x.device, statistics)
     packed = pack((weight_x, weight_h), (chosen.nb, chosen.nb), x, sums, transposed=False)
     kernel(
         _grid(kernel, chosen, layer, device), x, *packed, gamma.float().contiguous(), beta.float().contiguous(), z, h,
@@ -153,13 +166,13 @@ def forward(
 
 def backward(
     dh: Tensor, x: Tensor, h: Tensor, z: Tensor, sums: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor,
-    beta: Tensor, layer: Layer, eps: float,
+    beta: Tensor, *, layer: Layer, eps: float, batch: bool, relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dW_x, dW_h, the sums (2, d, s_out) that are the gradients of β and γ)."""
     device, count = x.get_device(), multiprocessors(x.get_device())
     chosen = plan.step("backward", layer, count)
     assert chosen is not None
-    kernel = _kernel("backward", x, chosen.defines(layer), chosen.shared)
+    kernel = _kernel("backward", x, {**chosen.defines(layer), **sigma_defines(batch=batch, relu=relu)}, chosen.shared)
     grad_sums = Sums(layer, x.device)
     masked = torch.empty(2, layer.n * layer.h * layer.w, layer.so, dtype=x.dtype, device=x.device)
     dz = torch.empty_like(z)

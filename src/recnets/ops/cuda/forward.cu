@@ -1,5 +1,6 @@
 // Training forward of a CRC layer (Eq. 3), all steps in one launch: z_i = x_i * W_x + h_{i-1} * W_h and
-// h_i = ReLU(BN_i(z_i)) with the statistics of the batch.
+// h_i = ReLU(BN_i(z_i)) with the statistics of the batch. Without BATCH the statistics are known, mean and variance in
+// `totals` (0 and 1 where a step has no BN, only a bias as its shift: Eq. 2); without RELU the recursion is linear (Eq. 4).
 //
 // A block keeps its share of both kernels in shared memory for all steps, and owns tiles of pixels and NB of the SO
 // channels. A step of a tile: once all blocks' sums are there (the only wait), h_{i-1} = ReLU(BN(z_{i-1})) of the tile
@@ -12,11 +13,11 @@ constexpr int BYTES_WX = steps_of(SI, KX) * NB * 32, BYTES_WH = steps_of(SO, KH)
 constexpr int BYTES_X = slots_of(HALO_X) * PITCH_X, BYTES_H = slots_of(HALO_H) * PITCH_H;
 
 // BN of step i as z*scale + shift, for all channels.
-__device__ __forceinline__ void affine(float* scale, float* shift, const float* sums, const float* gamma,
-                                       const float* beta, int i, float pixels, float eps) {
+__device__ __forceinline__ void affine(float* scale, float* shift, const float* sums, const float* totals,
+                                       const float* gamma, const float* beta, int i, float pixels, float eps) {
     for (int c = threadIdx.x; c < SO; c += THREADS) {
-        const float mean = total(sums, 0, i, c) / pixels;
-        const float var = fmaxf(total(sums, 1, i, c) / pixels - mean * mean, 0.f);
+        const float mean = BATCH ? total(sums, 0, i, c) / pixels : totals[i * SO + c];
+        const float var = fmaxf(BATCH ? total(sums, 1, i, c) / pixels - mean * mean : totals[(D + i) * SO + c], 0.f);
         const float s = gamma[i * SO + c] * rsqrtf(var + eps);
         scale[c] = s;
         shift[c] = beta[i * SO + c] - mean * s;
@@ -24,13 +25,15 @@ __device__ __forceinline__ void affine(float* scale, float* shift, const float* 
     __syncthreads();
 }
 
+__device__ __forceinline__ float activated(float v) { return RELU ? relu(v) : v; }
+
 // ReLU(z*scale + shift) of 8 channels.
 __device__ __forceinline__ uint4 sigma(uint4 v, const float* scale, const float* shift) {
     u32* word = &v.x;
 #pragma unroll
     for (int w = 0; w < 4; w++) {
         const float2 f = unpack2(word[w]);
-        word[w] = pack2(relu(f.x * scale[2 * w] + shift[2 * w]), relu(f.y * scale[2 * w + 1] + shift[2 * w + 1]));
+        word[w] = pack2(activated(f.x * scale[2 * w] + shift[2 * w]), activated(f.y * scale[2 * w + 1] + shift[2 * w + 1]));
     }
     return v;
 }
@@ -218,7 +221,7 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
                     await(counters + i - 1);
                     if (SINGLE) single.fetch(z, i - 1, channel, tile);
                     if (PREFETCH) next.fetch(z, i - 1, tile, batch);
-                    affine(scale, shift, sums, gamma, beta, i - 1, pixels, eps);
+                    affine(scale, shift, sums, totals, gamma, beta, i - 1, pixels, eps);
                 }
             } else if (!PREFETCH) {
                 copy_tile<HALO_X, SI, PITCH_X>(xs, x + i * SI, D * SI, tile, batch);
@@ -258,12 +261,12 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
             copy_tile<HALO_X, SI, PITCH_X>(xs, x + (i + 1) * SI, D * SI, tile, batch);
             copy_commit();
         }
-        add_sums(sum, squares, scratch, sums, i, channel);
+        if (BATCH) add_sums(sum, squares, scratch, sums, i, channel);
         arrive(counters + i);
         if (SINGLE) put_own(z + (size_t)tile.first * (D * SO) + i * SO + channel, zs, D * SO, tile.count);
     }
     await(counters + D - 1);
-    affine(scale, shift, sums, gamma, beta, D - 1, pixels, eps);
+    affine(scale, shift, sums, totals, gamma, beta, D - 1, pixels, eps);
     if (SINGLE) {  // only this block's part is left to do
         const int c = channel + threadIdx.x % OWN_CHUNKS * 8;
         u16* out = h + (size_t)tile.first * (D * SO) + (D - 1) * SO + channel;
@@ -275,6 +278,6 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
     } else
         for (int t = first_tile; t < tiles; t += tile_stride)
             activate<0, false>(hs, z, h, scale, shift, D - 1, channel, tile_at(t, batch), batch);
-    for (int e = blockIdx.x * THREADS + threadIdx.x; e < 2 * D * SO; e += gridDim.x * THREADS)
+    for (int e = blockIdx.x * THREADS + threadIdx.x; BATCH && e < 2 * D * SO; e += gridDim.x * THREADS)
         totals[e] = total(sums, e / (D * SO), e / SO % D, e % SO);
 }

@@ -1,9 +1,10 @@
-"""Training backward of a CRC layer (Eq. 3).
+"""Backward of a CRC layer (Eq. 2 to 4).
 
 Only dh is sequential. Launch i (from the last step down) finishes dz_{i+1} for its tile and halo from the
 gradient g_{i+1} and the two sums that BN's backward needs, then computes
 g_i = dh_i + dz_{i+1} ⊛ W_hᵀ and, where h_i > 0, the sums of g_i and g_i·ẑ_i. The gradients of x, W_x and W_h have no
 recurrence: one launch each over all steps, the weight gradients in parts that a last launch adds in a fixed order.
+BATCH and RELU as in forward.py: known statistics have no part in the gradient.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from recnets.ops.triton.forward import add_sums, batch_affine, conv_rows
 @triton.jit
 def norm_grad_rows(
     g, z, dz, sums, gsums, gamma, beta, i, start, stop, M, eps,
-    D: tl.constexpr, SO: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
+    D: tl.constexpr, SO: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BATCH: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """dz_i = γ_i/σ_i · (m - mean(m) - ẑ_i · mean(m·ẑ_i)), m = g_i·[h_i > 0], for the pixels start .. stop."""
+    """dz_i = γ_i/σ_i · (m - mean(m) - ẑ_i · mean(m·ẑ_i)), m = g_i·[h_i > 0], for the pixels start .. stop.
+
+    Without BATCH dz_i = γ_i/σ_i · m.
+    """
     c = tl.arange(0, BC)
     ok_c = c < SO
-    scale, shift, rstd, mean = batch_affine(sums, gamma, beta, i, c, M, eps, D, SO, True)
+    scale, shift, rstd, mean = batch_affine(sums, gamma, beta, i, c, M, eps, D, SO, BATCH)
     mean_g = tl.load(gsums + i * SO + c, mask=ok_c, other=0.0) / M
     mean_gz = tl.load(gsums + (D + i) * SO + c, mask=ok_c, other=0.0) / M
     for q0 in range(start, stop, BP):
@@ -31,10 +35,13 @@ def norm_grad_rows(
         ok = ((q >= 0) & (q < stop) & (q < M))[:, None] & ok_c[None, :]
         at = q[:, None] * (D * SO) + i * SO + c[None, :]
         pre = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
-        zhat = (pre - mean[None, :]) * rstd[None, :]
         value = tl.load(g + q[:, None] * SO + c[None, :], mask=ok, other=0.0).to(tl.float32)
-        value = tl.where(pre * scale[None, :] + shift[None, :] > 0, value, 0.0)
-        value = scale[None, :] * (value - mean_g[None, :] - zhat * mean_gz[None, :])
+        if RELU:
+            value = tl.where(pre * scale[None, :] + shift[None, :] > 0, value, 0.0)
+        if BATCH:
+            zhat = (pre - mean[None, :]) * rstd[None, :]
+            value = value - mean_g[None, :] - zhat * mean_gz[None, :]
+        value = scale[None, :] * value
         tl.store(dz + at, value.to(dz.dtype.element_ty), mask=ok)
 
 
@@ -44,6 +51,7 @@ def backward_step_kernel(
     H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, SO: tl.constexpr, KH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BKH: tl.constexpr, HALO: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
     PRECISION: tl.constexpr, ATOMIC: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
+    BATCH: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Launch i of the backward pass: dz_{i+1} from g_{i+1}, then g_i and its two sums.
 
@@ -59,13 +67,13 @@ def backward_step_kernel(
     at = p[:, None] * (D * SO) + i * SO + n[None, :]
     acc = tl.load(dh + at, mask=ok, other=0.0).to(tl.float32)
     value = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
-    scale, shift, rstd, mean = batch_affine(sums, gamma, beta, i, n, M, eps, D, SO, True)
+    scale, shift, rstd, mean = batch_affine(sums, gamma, beta, i, n, M, eps, D, SO, BATCH)
     if PDL:
         gdc_wait()
     if i < D - 1:
-        norm_grad_rows(
-            g_next, z, dz, sums, gsums, gamma, beta, i + 1, first - HALO, first + BM + HALO, M, eps, D, SO, BC, BP
-        )
+        start = first - HALO
+        stop = first + BM + HALO
+        norm_grad_rows(g_next, z, dz, sums, gsums, gamma, beta, i + 1, start, stop, M, eps, D, SO, BC, BP, BATCH, RELU)
         tl.debug_barrier()
         px = p % W
         py = (p // W) % H
@@ -73,7 +81,10 @@ def backward_step_kernel(
         acc = conv_rows(
             acc, dz, wh, p, py, px, valid, n, D * SO, column, -1, SO, SO, KH, H, W, BKH, True, PRECISION, UNROLL
         )
-    grad = tl.where(ok & (value * scale[None, :] + shift[None, :] > 0), acc, 0.0)
+    passes = ok
+    if RELU:
+        passes = ok & (value * scale[None, :] + shift[None, :] > 0)
+    grad = tl.where(passes, acc, 0.0)
     tl.store(g + p[:, None] * SO + n[None, :], acc.to(g.dtype.element_ty), mask=ok)
     zhat = (value - mean[None, :]) * rstd[None, :]
     add_sums(gsums, parts, i, n, tl.sum(grad, 0), tl.sum(grad * zhat, 0), D, SO, ATOMIC)
@@ -82,11 +93,11 @@ def backward_step_kernel(
 @triton.jit(do_not_specialize=["M"])
 def norm_grad_kernel(
     g, z, dz, sums, gsums, gamma, beta, M, eps, D: tl.constexpr, SO: tl.constexpr, BC: tl.constexpr,
-    BM: tl.constexpr, BP: tl.constexpr,
+    BM: tl.constexpr, BP: tl.constexpr, BATCH: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """dz_0, which no launch follows; with D = 1, the backward of a plain BN + ReLU."""
     first = tl.program_id(0) * BM
-    norm_grad_rows(g, z, dz, sums, gsums, gamma, beta, 0, first, first + BM, M, eps, D, SO, BC, BP)
+    norm_grad_rows(g, z, dz, sums, gsums, gamma, beta, 0, first, first + BM, M, eps, D, SO, BC, BP, BATCH, RELU)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -222,7 +222,7 @@ def norm_relu_train(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple
     sums = _sums(rows)
     out = torch.empty_like(rows)
     fwd.activate_kernel[(triton.cdiv(pixels, block),)](
-        rows, out, sums.total, gamma, beta, 0, pixels, eps, 1, channels, padded, block, block, True
+        rows, out, sums.total, gamma, beta, 0, pixels, eps, 1, channels, padded, block, block, True, True
     )
     return map_of(out), sums.total
 
@@ -253,7 +253,7 @@ def norm_relu_train_backward(
     gsums.finish(0)
     dy = torch.empty_like(rows)
     bwd.norm_grad_kernel[(triton.cdiv(pixels, block),)](
-        g, rows, dy, sums, gsums.total, gamma, beta, pixels, eps, 1, channels, padded, block, block
+        g, rows, dy, sums, gsums.total, gamma, beta, pixels, eps, 1, channels, padded, block, block, True, True
     )
     return map_of(dy), gsums.total
 

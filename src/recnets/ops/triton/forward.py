@@ -1,4 +1,4 @@
-"""Training forward of a CRC layer (Eq. 3) as one launch a step.
+"""Forward of a CRC layer (Eq. 2 to 4) as one launch a step.
 
 Pixels are rows: a map (N, C, H, W) in channels-last order is a matrix (M, C), M = N·H·W, and step i owns columns
 i·s .. (i+1)·s. A step's batch normalisation needs the sums over the whole batch, which is a grid-wide dependency,
@@ -8,6 +8,9 @@ and a launch is the cheapest grid-wide barrier under a CUDA graph. So launch i
    halos and write the same values there, which spares a second barrier a step;
 2. computes z_i = x_i ⊛ W_x + h_{i-1} ⊛ W_h as an implicit matrix product over the taps, in fp32;
 3. stores z_i and adds its sums and sums of squares.
+
+Without BATCH the statistics are known: running ones, or 0 and 1 where a step has no BN, only a bias as its shift.
+Without RELU the recursion is linear.
 """
 
 from __future__ import annotations
@@ -34,11 +37,11 @@ def pack_kernel(
 def batch_affine(sums, gamma, beta, i, c, M, eps, D: tl.constexpr, SO: tl.constexpr, BATCH: tl.constexpr):
     """BN of step i as z·scale + shift; also 1/sqrt(var + eps) and the mean.
 
-    `sums` (2, D, SO) holds Σz and Σz² over the batch, or, without BATCH, the running mean and variance.
+    `sums` (2, D, SO) holds Σz and Σz² over the batch, or, without BATCH, the mean and the variance.
     """
     ok = c < SO
     mean = tl.load(sums + i * SO + c, mask=ok, other=0.0)
-    var = tl.load(sums + (D + i) * SO + c, mask=ok, other=0.0)
+    var = tl.load(sums + (D + i) * SO + c, mask=ok, other=1.0)
     if BATCH:
         mean = mean / M
         var = var / M - mean * mean
@@ -63,7 +66,7 @@ def add_sums(sums, parts, i, n, first, second, D: tl.constexpr, SO: tl.constexpr
 @triton.jit
 def activate_rows(
     z, h, sums, gamma, beta, i, start, stop, M, eps,
-    D: tl.constexpr, SO: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BATCH: tl.constexpr,
+    D: tl.constexpr, SO: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, BATCH: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """h_i = ReLU(BN_i(z_i)) for the pixels start .. stop."""
     c = tl.arange(0, BC)
@@ -73,7 +76,9 @@ def activate_rows(
         ok = ((q >= 0) & (q < stop) & (q < M))[:, None] & (c < SO)[None, :]
         at = q[:, None] * (D * SO) + i * SO + c[None, :]
         value = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
-        value = tl.maximum(value * scale[None, :] + shift[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL)
+        value = value * scale[None, :] + shift[None, :]
+        if RELU:
+            value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(h + at, value.to(h.dtype.element_ty), mask=ok)
 
 
@@ -175,7 +180,7 @@ def forward_step_kernel(
     H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, SI: tl.constexpr, SO: tl.constexpr,
     KX: tl.constexpr, KH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BKX: tl.constexpr, BKH: tl.constexpr,
     TAPS: tl.constexpr, HALO: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr,
-    ATOMIC: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr, BATCH: tl.constexpr,
+    ATOMIC: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr, BATCH: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Launch i of the forward pass; see the head of this file.
 
@@ -203,7 +208,9 @@ def forward_step_kernel(
     if PDL:
         gdc_wait()
     if i > 0:
-        activate_rows(z, h, sums, gamma, beta, i - 1, first - HALO, first + BM + HALO, M, eps, D, SO, BC, BP, BATCH)
+        start = first - HALO
+        stop = first + BM + HALO
+        activate_rows(z, h, sums, gamma, beta, i - 1, start, stop, M, eps, D, SO, BC, BP, BATCH, RELU)
         tl.debug_barrier()
         column = (i - 1) * SO
         acc = conv_rows(
@@ -220,22 +227,25 @@ def forward_step_kernel(
 @triton.jit(do_not_specialize=["i", "M"])
 def activate_kernel(
     z, h, sums, gamma, beta, i, M, eps, D: tl.constexpr, SO: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr,
-    BP: tl.constexpr, BATCH: tl.constexpr,
+    BP: tl.constexpr, BATCH: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """h_i from z_i for the last step, which no launch follows."""
     first = tl.program_id(0) * BM
-    activate_rows(z, h, sums, gamma, beta, i, first, first + BM, M, eps, D, SO, BC, BP, BATCH)
+    activate_rows(z, h, sums, gamma, beta, i, first, first + BM, M, eps, D, SO, BC, BP, BATCH, RELU)
 
 
 @triton.jit(do_not_specialize=["M"])
-def running_kernel(sums, mean, var, momentum, M, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Move the running statistics of all d steps towards those of the batch, as torch's BN does."""
+def running_kernel(sums, mean, var, momentum, M, C: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Move the running statistics of C channels towards those of the batch, as torch's BN does, STEPS times."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = c < C
-    batch_mean = tl.load(sums + c, mask=ok, other=0.0) / M
-    batch_var = tl.maximum(tl.load(sums + C + c, mask=ok, other=0.0) / M - batch_mean * batch_mean, 0.0)
-    batch_var = batch_var * (M / tl.maximum(M - 1.0, 1.0))
-    old_mean = tl.load(mean + c, mask=ok, other=0.0)
-    old_var = tl.load(var + c, mask=ok, other=0.0)
-    tl.store(mean + c, old_mean + momentum * (batch_mean - old_mean), mask=ok)
-    tl.store(var + c, old_var + momentum * (batch_var - old_var), mask=ok)
+    new_mean = tl.load(mean + c, mask=ok, other=0.0)
+    new_var = tl.load(var + c, mask=ok, other=0.0)
+    for i in tl.static_range(STEPS):
+        batch_mean = tl.load(sums + i * C + c, mask=ok, other=0.0) / M
+        squares = tl.load(sums + (STEPS + i) * C + c, mask=ok, other=0.0) / M
+        batch_var = tl.maximum(squares - batch_mean * batch_mean, 0.0) * (M / tl.maximum(M - 1.0, 1.0))
+        new_mean += momentum * (batch_mean - new_mean)
+        new_var += momentum * (batch_var - new_var)
+    tl.store(mean + c, new_mean, mask=ok)
+    tl.store(var + c, new_var, mask=ok)

@@ -1,8 +1,8 @@
-"""The fused CRC layer as PyTorch operators: `crc_train`, differentiable, and the update of running statistics."""
+"""The fused CRC layer as PyTorch operators: `crc`, differentiable, and the update of running statistics."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -100,10 +100,10 @@ def _forward(
     statistics: Tensor | None,
     d: int,
     eps: float,
+    relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All launches of a forward pass: (h, z, sums), h and z (N, H, W, d·s_out); `statistics` are running ones."""
-    rows = rows_of(x)
-    n, height, width, _ = rows.shape
+    """All launches of a forward pass of rows (N, H, W, d·s_in): (h, z, sums), h and z (N, H, W, d·s_out)."""
+    n, height, width, _ = x.shape
     s_out, s_in, kernel_x, _ = weight_x.shape
     kernel_h = weight_h.shape[-1]
     pixels = n * height * width
@@ -119,35 +119,36 @@ def _forward(
     taps = 16 // triton.next_power_of_2(s_in) if s_in <= 8 and kernel_x > 1 else 1
     for i in range(d):
         fwd.forward_step_kernel[grid](
-            rows, wx, wh, gamma, beta, z, h, sums.total, sums.parts, i, pixels, eps,
+            x, wx, wh, gamma, beta, z, h, sums.total, sums.parts, i, pixels, eps,
             height, width, d, s_in, s_out, kernel_x, kernel_h,
             BM=tiles.bm, BN=tiles.bn, BKX=_block(s_in), BKH=_block(s_out), TAPS=taps,
             HALO=_halo(kernel_h, tiles.bm, height, width), BC=padded, BP=block,
-            PRECISION=_precision(x.dtype), ATOMIC=sums.atomic, UNROLL=tiles.unroll, BATCH=batch,
+            PRECISION=_precision(x.dtype), ATOMIC=sums.atomic, UNROLL=tiles.unroll, BATCH=batch, RELU=relu,
             num_warps=tiles.warps, num_stages=tiles.stages, **_early(x, i > 0 and sums.atomic),
         )  # fmt: skip
         sums.finish(i)
     fwd.activate_kernel[(triton.cdiv(pixels, block),)](
-        z, h, sums.total, gamma, beta, d - 1, pixels, eps, d, s_out, padded, block, block, batch
+        z, h, sums.total, gamma, beta, d - 1, pixels, eps, d, s_out, padded, block, block, batch, relu
     )
     return h, z, sums.total
 
 
-@torch.library.custom_op("recnets::crc_train", mutates_args=())
-def crc_train(
-    x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, d: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Eq. 3 with batch statistics: (hidden states, pre-activations, sums).
+@torch.library.custom_op("recnets::crc", mutates_args=())
+def crc(
+    x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, statistics: Tensor | None, d: int,
+    eps: float, relu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """h_i = ReLU(BN_i(x_i ⊛ W_x + h_{i-1} ⊛ W_h)): (hidden states, pre-activations, sums).
 
     x (N, d·s_in, H, W) -> h and z (N, d·s_out, H, W) in channels-last order and sums (2, d, s_out): Σz and Σz².
+    `statistics` (2, d, s_out), mean and variance in float32, take the place of the batch's; there are no sums then.
+    γ and β are (d·s_out); without `relu` the ReLU is left out.
     """
     rows = rows_of(x)
     layer = cuda_crc.layer_of(rows, weight_x, weight_h, d)
-    if _by_cuda(rows, layer):
-        h, z, sums = cuda_crc.forward(rows, weight_x, weight_h, gamma, beta, layer, eps)
-    else:
-        h, z, sums = _forward(x, weight_x, weight_h, gamma, beta, None, d, eps)
-    return map_of(h), map_of(z), sums
+    run = partial(cuda_crc.forward, layer=layer) if _by_cuda(rows, layer) else partial(_forward, d=d)
+    h, z, sums = run(rows, weight_x, weight_h, gamma, beta, statistics, eps=eps, relu=relu)
+    return map_of(h), map_of(z), sums if statistics is None else sums.new_empty(0)
 
 
 def _by_cuda(rows: Tensor, layer: cuda_crc.Layer) -> bool:
@@ -155,60 +156,34 @@ def _by_cuda(rows: Tensor, layer: cuda_crc.Layer) -> bool:
     return not torch.are_deterministic_algorithms_enabled() and cuda_crc.supports(rows, layer)
 
 
-@torch.library.custom_op("recnets::crc_eval", mutates_args=())
-def crc_eval(
-    x: Tensor,
-    weight_x: Tensor,
-    weight_h: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    d: int,
-    eps: float,
-) -> Tensor:
-    """Eq. 3 with running statistics, (d·s_out) each; not differentiable."""
-    statistics = torch.stack([mean, var]).float().reshape(2, d, -1)
-    return map_of(_forward(x, weight_x, weight_h, gamma, beta, statistics, d, eps)[0])
-
-
-@crc_eval.register_fake
+@crc.register_fake
 def _(
-    x: Tensor,
-    weight_x: Tensor,
-    weight_h: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    d: int,
-    eps: float,
-) -> Tensor:
-    return map_of(x.new_empty(x.shape[0], x.shape[2], x.shape[3], d * weight_x.shape[0]))
-
-
-@crc_train.register_fake
-def _(
-    x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, d: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, statistics: Tensor | None, d: int,
+    eps: float, relu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n, _, height, width = x.shape
     s_out = weight_x.shape[0]
     h = map_of(x.new_empty(n, height, width, d * s_out))
-    return h, torch.empty_like(h), x.new_empty(2, d, s_out, dtype=torch.float32)
+    sums = (2, d, s_out) if statistics is None else (0,)
+    return h, torch.empty_like(h), x.new_empty(sums, dtype=torch.float32)
 
 
-@torch.library.custom_op("recnets::crc_train_backward", mutates_args=())
-def crc_train_backward(
+@torch.library.custom_op("recnets::crc_backward", mutates_args=())
+def crc_backward(
     dh: Tensor, x: Tensor, h: Tensor, z: Tensor, sums: Tensor, weight_x: Tensor, weight_h: Tensor,
-    gamma: Tensor, beta: Tensor, eps: float,
+    gamma: Tensor, beta: Tensor, eps: float, batch: bool, relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, W_x, W_h, and of (β, γ) as (2, d, s_out), from the gradient of the hidden states."""
+    """Gradients of x, W_x, W_h, and of (β, γ) as (2, d, s_out), from the gradient of the hidden states.
+
+    `sums` are those of the batch, or else the known statistics.
+    """
     rows, dh, h, z = rows_of(x), rows_of(dh), rows_of(h), rows_of(z)
     n, height, width, _ = rows.shape
     _, d, s_out = sums.shape
     layer = cuda_crc.layer_of(rows, weight_x, weight_h, d)
     if _by_cuda(rows, layer):
-        dx, dwx, dwh, total = cuda_crc.backward(dh, rows, h, z, sums, weight_x, weight_h, gamma, beta, layer, eps)
+        tensors = (dh, rows, h, z, sums, weight_x, weight_h, gamma, beta)
+        dx, dwx, dwh, total = cuda_crc.backward(*tensors, layer=layer, eps=eps, batch=batch, relu=relu)
         return map_of(dx), dwx, dwh, total
     s_in, kernel_x, kernel_h = weight_x.shape[1], weight_x.shape[-1], weight_h.shape[-1]
     pixels = n * height * width
@@ -226,12 +201,12 @@ def crc_train_backward(
             dh, wh, gamma, beta, z, sums, g[(i + 1) % 2], g[i % 2], dz, gsums.total, gsums.parts, i, pixels, eps,
             height, width, d, s_out, kernel_h,
             BM=tiles.bm, BN=tiles.bn, BKH=_block(s_out), HALO=_halo(kernel_h, tiles.bm, height, width),
-            BC=padded, BP=block, PRECISION=precision, ATOMIC=gsums.atomic, UNROLL=tiles.unroll,
+            BC=padded, BP=block, PRECISION=precision, ATOMIC=gsums.atomic, UNROLL=tiles.unroll, BATCH=batch, RELU=relu,
             num_warps=tiles.warps, num_stages=tiles.stages, **_early(x, i < d - 1 and gsums.atomic),
         )  # fmt: skip
         gsums.finish(i)
     bwd.norm_grad_kernel[(triton.cdiv(pixels, block),)](
-        g[0], z, dz, sums, gsums.total, gamma, beta, pixels, eps, d, s_out, padded, block, block
+        g[0], z, dz, sums, gsums.total, gamma, beta, pixels, eps, d, s_out, padded, block, block, batch, relu
     )
     dx = torch.empty_like(rows)
     tiles = step_tiles("input", pixels, power(s_in), x.device, x.element_size())
@@ -268,10 +243,10 @@ def _weight_grad(a: Tensor, dz: Tensor, weight: Tensor, d: int, lag: int) -> Ten
     return grad
 
 
-@crc_train_backward.register_fake
+@crc_backward.register_fake
 def _(
     dh: Tensor, x: Tensor, h: Tensor, z: Tensor, sums: Tensor, weight_x: Tensor, weight_h: Tensor,
-    gamma: Tensor, beta: Tensor, eps: float,
+    gamma: Tensor, beta: Tensor, eps: float, batch: bool, relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     n, channels, height, width = x.shape
     dx = map_of(x.new_empty(n, height, width, channels))
@@ -279,31 +254,36 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight_x, weight_h, gamma, beta, _, eps = inputs
-    ctx.mark_non_differentiable(output[1], output[2])
+    x, weight_x, weight_h, gamma, beta, statistics, _, eps, relu = inputs
+    h, z, sums = output
+    ctx.mark_non_differentiable(z, sums)
     ctx.set_materialize_grads(False)  # else autograd would fill zeros for z and the sums
-    ctx.save_for_backward(x, *output, weight_x, weight_h, gamma, beta)
-    ctx.eps = eps
+    ctx.save_for_backward(x, h, z, sums if statistics is None else statistics, weight_x, weight_h, gamma, beta)
+    ctx.settings = (eps, statistics is None, relu)
 
 
 def _backward(ctx: Any, dh: Tensor | None, dz: None, dsums: None) -> tuple[Tensor | None, ...]:
     if dh is None:
-        return (None,) * 7
-    x, h, z, sums, weight_x, weight_h, gamma, beta = ctx.saved_tensors
-    dx, dwx, dwh, dnorm = crc_train_backward(dh, x, h, z, sums, weight_x, weight_h, gamma, beta, ctx.eps)
+        return (None,) * 9
+    *saved, gamma, beta = ctx.saved_tensors
+    dx, dwx, dwh, dnorm = crc_backward(dh, *saved, gamma, beta, *ctx.settings)
     dbeta, dgamma = dnorm.flatten(1).to(gamma.dtype)
-    return dx, dwx, dwh, dgamma, dbeta, None, None
+    return dx, dwx, dwh, dgamma, dbeta, None, None, None, None
 
 
-crc_train.register_autograd(_backward, setup_context=_setup_context)
+crc.register_autograd(_backward, setup_context=_setup_context)
 
 
 @torch.library.custom_op("recnets::update_running", mutates_args=("mean", "var"))
 def update_running(sums: Tensor, mean: Tensor, var: Tensor, pixels: int, momentum: float) -> None:
-    """Move running statistics, (d·s_out) each, towards the batch's sums (2, d, s_out) over `pixels` pixels."""
+    """Move running statistics towards the batch's sums (2, d, s_out) over `pixels` pixels.
+
+    They are (d·s_out) each, or (s_out) where one norm is shared: that moves d times, step after step.
+    """
     channels = mean.numel()
+    steps = sums[0].numel() // channels
     grid = (triton.cdiv(channels, ELEMENTWISE),)
-    fwd.running_kernel[grid](sums, mean, var, momentum, pixels, channels, ELEMENTWISE)
+    fwd.running_kernel[grid](sums, mean, var, momentum, pixels, channels, steps, ELEMENTWISE)
 
 
 @update_running.register_fake
