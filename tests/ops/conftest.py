@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
+from .emulator import COMPILER, Emulator
+
 
 @pytest.fixture(scope="session")
 def rms() -> Callable[[Tensor, Tensor], float]:
@@ -16,3 +18,17 @@ def rms() -> Callable[[Tensor, Tensor], float]:
         return float(error / size if size > 0 else error)
 
     return relative
+
+
+@pytest.fixture
+def emulated(monkeypatch) -> Callable[..., Emulator]:
+    """`emulated(multiprocessors=4)`: until the test ends CUDA kernels run on the CPU, for tensors there."""
+    if COMPILER is None:
+        pytest.skip("the CUDA kernels are emulated by way of g++, which was not found")
+
+    def start(multiprocessors: int = 4, **options) -> Emulator:
+        device = Emulator(multiprocessors, **options)
+        device.replace_the_device(monkeypatch)
+        return device
+
+    return start

@@ -142,9 +142,13 @@ def _along(layer: Layer, nb: int, wn: int) -> tuple[int, int, bool]:
     splits = layer.so // nb
     if layer.kx != layer.kh or layer.si > layer.so:
         return 0, 0, False
-    split = splits > 1 and layer.si % (8 * splits) == 0
-    tiles = cdiv(cdiv(layer.si // splits if split else layer.si, 8), wn)
-    return round_up(8 * tiles * wn, 16), tiles, split
+    for share, split in ((layer.si // splits, True), (layer.si, False)):
+        tiles = cdiv(cdiv(share, 8), wn)
+        dx = round_up(8 * tiles * wn, 16)
+        # Blocks find their share where the one before ends: nothing may be filled up.
+        if not split or (splits > 1 and dx * splits == layer.si):
+            break
+    return dx, tiles, split
 
 
 def fetched_registers(name: str, layer: Layer, tile: Tile, threads: int) -> int:

@@ -1,0 +1,284 @@
+"""The CUDA kernels on the CPU, by the emulator: results against the naive loop, races, and what it must notice."""
+
+import copy
+import ctypes
+import re
+
+import pytest
+import torch
+
+from recnets.layers.crc import NONLINEARITIES
+from recnets.ops.cuda import inference, inference_plan, norm_relu, nvrtc, plan
+from recnets.ops.cuda.inference import EvalNorm
+from recnets.ops.cuda.plan import Layer
+
+from .emulator import FOLDER, Emulator
+from .test_cuda_inference import module_and_input
+from .test_cuda_kernels import check_forward_and_every_gradient
+from .test_cuda_maps import check_output_and_every_gradient
+from .test_triton import check_layer
+
+# Multiprocessors; N, H, W, s_in, s_out, d, kernel_x, kernel_h
+SHAPES = [
+    (3, (3, 8, 8, 8, 32, 3, 3, 3)),  # an image a block
+    (8, (2, 9, 7, 12, 48, 3, 3, 3)),  # rows of an image, the last ones fewer
+    (3, (5, 5, 6, 12, 48, 3, 1, 3)),  # two images, the last one alone; dx and W_x apart
+    (4, (2, 12, 10, 8, 32, 3, 3, 1)),
+    (2, (2, 6, 6, 4, 16, 4, 3, 3)),  # segments narrower than a copy
+    (2, (2, 4, 4, 8, 32, 1, 3, 3)),  # one step
+    (2, (2, 5, 5, 16, 64, 3, 3, 3)),  # the weight gradient's channels in blocks
+    (4, (2, 4, 4, 24, 96, 3, 3, 3)),  # two blocks share the channels, one has dx
+    (8, (2, 8, 4, 32, 128, 2, 3, 3)),  # and rows
+    (6, (3, 8, 8, 32, 128, 2, 3, 3)),  # they share those of dx too
+    (3, (5, 4, 4, 32, 128, 2, 3, 3)),  # more tiles than blocks; dx does not fit
+    (3, (5, 4, 4, 64, 128, 2, 1, 1)),
+    (3, (9, 5, 6, 24, 96, 2, 1, 1)),  # no registers to fetch ahead in the backward pass
+    (2, (3, 12, 12, 12, 48, 2, 3, 3)),  # rows of an image, some of them the next tile
+    (2, (2, 20, 20, 16, 64, 2, 3, 3)),
+    (1, (7, 8, 8, 12, 48, 3, 1, 3)),  # one block alone, and more for the blocks of dx than one tile and step each
+    (8, (2, 4, 4, 32, 128, 3, 3, 3)),  # more warps than dx has tiles of 8 channels in a block's share
+]
+
+
+def way(chosen: plan.Plan) -> str:
+    return "single" if chosen.single else "prefetch" if chosen.prefetch else "neither"
+
+
+def test_shapes_take_every_way_through_the_kernels():
+    found = set()
+    for count, (n, h, w, s_in, s_out, d, kernel_x, kernel_h) in SHAPES:
+        layer = Layer(n, h, w, d, s_in, s_out, kernel_x, kernel_h)
+        for kind in ("forward", "backward"):
+            chosen = plan.step(kind, layer, count)
+            assert chosen is not None
+            found |= {(kind, way(chosen)), (way(chosen), "split", s_out > chosen.nb)}
+            found |= {(way(chosen), "rows", chosen.tile.rows < h), (way(chosen), "full", n % chosen.tile.images == 0)}
+        found |= {("dx", chosen.dx_tiles > 0, chosen.dx_split)}
+        found |= {("along", plan.weight_grad(layer, s_out, kernel_h, True) is not None)}
+    for name in ("single", "prefetch"):
+        assert found >= {("forward", name), ("backward", name)}
+        assert found >= {(name, what, yes) for what in ("split", "rows", "full") for yes in (False, True)}
+    assert found >= {("dx", False, False), ("dx", True, False), ("dx", True, True), ("along", False), ("along", True)}
+
+
+@pytest.mark.parametrize(("count", "shape"), SHAPES, ids=str)
+def test_forward_and_every_gradient(count, shape, emulated, rms):
+    emulated(count)
+    check_forward_and_every_gradient(shape, torch.bfloat16, rms, "cpu")
+
+
+@pytest.mark.parametrize(("count", "shape"), SHAPES[2:11:4], ids=str)
+def test_fp16(count, shape, emulated, rms):
+    emulated(count)
+    check_forward_and_every_gradient(shape, torch.float16, rms, "cpu")
+
+
+@pytest.mark.parametrize(("count", "shape"), [SHAPES[10], SHAPES[13]], ids=str)
+def test_nothing_fetched_ahead(count, shape, emulated, rms, monkeypatch):
+    emulated(count)
+    planned = plan.step
+    monkeypatch.setattr(plan, "step", lambda *args: planned(*args)._replace(prefetch=False))
+    check_forward_and_every_gradient(shape, torch.bfloat16, rms, "cpu")
+
+
+@pytest.mark.parametrize(("batch", "relu"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(("count", "shape"), [SHAPES[1], SHAPES[10]], ids=str)
+def test_known_statistics_and_linear_recursion(count, shape, batch, relu, emulated, rms):
+    emulated(count)
+    check_forward_and_every_gradient(shape, torch.bfloat16, rms, "cpu", batch=batch, relu=relu)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["training", "frozen"])
+@pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+def test_every_nonlinearity_of_a_layer(nonlinearity, frozen, emulated):
+    device = emulated(4)
+    torch.use_deterministic_algorithms(False)  # else Triton's kernels run
+    check_layer((2, 9, 7, 12, 48, 3, 3, 3), torch.bfloat16, 1e-2, nonlinearity=nonlinearity, frozen=frozen)
+    assert {"forward", "backward", "weight_grad"} <= set(device.launched)
+    assert ("norm_relu_forward" in device.launched) == (nonlinearity == "linear" and not frozen)
+
+
+# More warps, more blocks a multiprocessor, fewer channels a block than the chosen plans have.
+OTHER_PLANS = [
+    (1, 64, 4, 16, "prefetch"), (2, 64, 2, 8, "prefetch"), (2, 32, 4, 8, "single"), (2, 32, 2, 8, "neither"),
+    (2, 16, 8, 8, "single"), (3, 16, 1, 4, "prefetch"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("resident", "nb", "rows", "most", "kind"), OTHER_PLANS, ids=str)
+def test_plans_that_are_not_chosen(resident, nb, rows, most, kind, emulated, rms, monkeypatch):
+    shape = (2, 8, 16, 16, 64, 2, 3, 3)
+    layer = Layer(*shape[:3], 2, 16, 64, 3, 3)
+    for name in ("forward", "backward"):
+        warps = plan.warps(rows * 16, nb, most=most, largest=8)
+        assert warps is not None
+        found = plan.plan_of(name, layer, plan.Tile(1, rows), nb, warps, 1)
+        assert found is not None
+        ways = {"single": kind == "single", "prefetch": kind == "prefetch"}
+        monkeypatch.setitem(plan.overrides, (name, layer), found._replace(resident=resident, **ways))
+    plan.step.cache_clear()
+    emulated(4)
+    check_forward_and_every_gradient(shape, torch.bfloat16, rms, "cpu")
+    plan.step.cache_clear()
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize(("count", "shape"), [SHAPES[1], SHAPES[8], SHAPES[10], SHAPES[13]], ids=str)
+def test_threads_in_another_order(count, shape, seed, emulated, rms):
+    emulated(count, seed=seed)
+    check_forward_and_every_gradient(shape, torch.bfloat16, rms, "cpu")
+
+
+# Multiprocessors; N, H, W, C; is a block's share kept, forwards and backwards?
+MAPS = [(4, (3, 6, 8, 40), (True, True)), (3, (5, 7, 9, 120), (True, True)), (1, (9, 16, 16, 40), (True, False)),
+        (1, (12, 16, 16, 40), (False, False)), (2, (2, 4, 4, 720), (True, True))]  # fmt: skip
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize(("count", "shape", "kept"), MAPS, ids=str)
+def test_maps(count, shape, kept, pool, emulated, rms):
+    emulated(count)
+    n, h, w, channels = shape
+    for backward in (False, True):
+        units = n * (h // 2) * (w // 2) if pool else n * h * w
+        assert norm_relu.map_plan(units, channels, pool, backward, count).keep == kept[backward]
+    check_output_and_every_gradient(shape, pool, torch.float16 if pool else torch.bfloat16, rms, "cpu")
+
+
+# Blocks a cluster, blocks that share the channels, buffers; N, H, W, s_in, s_out, d, c_out, pool, kernel_x, kernel_h
+MODULES = [
+    (1, 1, 2, (11, 8, 8, 8, 32, 3, 40, False, 3, 3)),  # four images at a time, the last three
+    (1, 1, 1, (9, 8, 8, 8, 32, 3, 40, True, 3, 3)),
+    (1, 1, 2, (7, 4, 4, 8, 32, 3, 24, False, 3, 3)),
+    (2, 2, 2, (17, 4, 4, 8, 32, 3, 24, False, 3, 3)),  # channels
+    (2, 2, 2, (7, 4, 4, 24, 96, 2, 36, False, 3, 3)),
+    (4, 1, 2, (3, 8, 8, 8, 32, 3, 40, True, 3, 3)),  # rows
+    (4, 1, 1, (3, 8, 8, 8, 32, 3, 40, False, 3, 3)),
+    (4, 2, 2, (3, 8, 8, 8, 32, 3, 40, False, 3, 3)),  # rows and channels
+    (4, 2, 1, (3, 8, 8, 8, 32, 3, 40, True, 3, 3)),
+    (8, 2, 2, (2, 8, 8, 8, 32, 3, 40, True, 3, 3)),
+    (4, 4, 2, (2, 8, 8, 32, 128, 2, 64, False, 3, 3)),
+    (3, 1, 2, (2, 9, 13, 12, 48, 3, 36, True, 3, 3)),  # the last rows fewer, a row of 13
+    (6, 3, 1, (2, 9, 13, 12, 48, 3, 36, True, 3, 3)),
+    (3, 1, 2, (2, 12, 12, 8, 32, 3, 40, True, 1, 3)),
+    (6, 2, 2, (2, 12, 12, 8, 32, 3, 40, False, 3, 1)),
+    (2, 1, 2, (3, 16, 24, 4, 16, 1, 20, True, 3, 3)),  # one step
+]
+
+
+def check_inference(cluster, splits, buffers, shape, dtype, rms, monkeypatch) -> None:
+    pool, d = shape[7], shape[5]
+    module, x = module_and_input(shape, dtype, "cpu")
+    crc, last = module.crc, module.transition.norm
+    rows, matrix = x.permute(0, 2, 3, 1), module.transition.conv.weight.flatten(1).detach()
+    found = inference_plan.candidates(inference.module_of(rows, crc.weight_x, crc.weight_h, matrix, d, pool), cluster)
+    chosen = next(p for p in found if (p.cluster, crc.s_out // p.nb, p.buffers) == (cluster, splits, buffers))
+    monkeypatch.setattr(inference_plan, "inference", lambda *_: chosen)
+    norms = [EvalNorm(n.weight, n.bias, n.running_mean, n.running_var, n.eps) for n in (crc.norm, last)]
+    with torch.no_grad():
+        out = inference.run(rows, crc.weight_x, crc.weight_h, matrix, *norms, d, pool=pool).permute(0, 3, 1, 2)
+        expected = copy.deepcopy(module).double()(x.double(), pool=pool)
+    assert out.shape == expected.shape
+    assert rms(out, expected) < 1e-2
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_inference(module, emulated, rms, monkeypatch):
+    emulated(module[0])  # so that a cluster takes several groups of images
+    check_inference(*module, torch.bfloat16, rms, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("module", MODULES[1::5], ids=str)
+def test_inference_in_fp16_and_another_order(module, seed, emulated, rms, monkeypatch):
+    emulated(module[0], seed=seed)
+    check_inference(*module, torch.float16, rms, monkeypatch)
+
+
+# ---- the emulator itself --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("*.cuh")))
+def test_twins_have_the_same_functions(file):
+    def functions(text: str) -> list[str]:
+        return sorted(re.findall(r"((?:template <[^>]*>\s*)?__device__ __forceinline__ [^{]*?)\s*\{", text))
+
+    assert functions((FOLDER / file).read_text()) == functions((nvrtc.FOLDER / file).read_text())
+
+
+# Bodies of a kernel of 2 blocks of 64 threads, with in[128], out[128] and counters[8].
+START = """
+    extern __shared__ __align__(128) unsigned char memory[];
+    const u32 base = shared_address(memory);
+    float* shared = (float*)memory;  // 256 of them
+    const int t = threadIdx.x, other = (t + 33) % 64, at = blockIdx.x * 64 + t;
+"""
+COPY = "copy_async<16>(base + t * 16, in + t / 2 * 4, true); copy_commit(); "
+RIGHT = {
+    "barrier": "shared[t] = in[at]; __syncthreads(); out[at] = shared[other];",
+    "copy": COPY + "copy_wait<0>(); __syncthreads(); out[at] = shared[other * 4];",
+    "grid": "out[at] = 1; arrive(counters); await(counters); if (out[127 - at] != 1) out[at] = 0;",
+    "some threads end": "if (t >= 32) return; shared[t] = in[at]; __syncthreads(); out[at] = shared[31 - t];",
+    "warp": "out[at] = __shfl_xor_sync(~0u, in[at], 5);",
+    "variable": "__shared__ float sums[64]; sums[t] = in[at]; __syncthreads(); out[at] = sums[other];",
+}
+WRONG = {
+    "shared[t] = in[at]; out[at] = shared[other];": "NaN",
+    "__shared__ float sums[64]; sums[t] = in[at]; out[at] = sums[other];": "NaN",
+    COPY + "__syncthreads(); out[at] = shared[other * 4];": "NaN",
+    COPY + COPY + "copy_wait<2>(); __syncthreads(); out[at] = shared[other * 4];": "NaN",
+    COPY + "copy_wait<0>(); out[at] = shared[other * 4];": "NaN",
+    # The first half of the threads goes on to overwrite what the other half reads.
+    "shared[t] = 1; __syncthreads(); out[at] = shared[other] / shared[other]; shared[t] = 0;": "NaN",
+    "out[at] = 0; arrive(counters); out[at] = out[127 - at] / 0 * 0;": "NaN",
+    "out[at] = load_shared1(base + 1024 + t * 4);": r"test, block \(., 0, 0\), thread \d+: 4 bytes at 1\d+",
+    "store_shared(base - 4, (u32)t);": "4 bytes at -4 of shared memory, which has 1024",
+    "out[at] = load_shared(base + 8).x;": "not aligned",
+    "out[at] = ((float4*)(in + 1))->x;": "undefined behaviour",
+    "int few[4] = {}; few[t % 5] = 1; out[at] = few[t % 3];": "undefined behaviour",
+    "shared[256 + t] = 0;": "wrote to byte .* of shared memory",
+    "out[128 + t] = 0;": r"wrote outside of a tensor of shape \(128,\)",
+    "out[(long)1 << 40] = 0;": "no such memory",
+    "out[at] = 1 / (int)counters[1];": "undefined behaviour|division",
+    "if (blockIdx.x == 0) arrive(counters); await(counters);": "deadlock.*2 threads wait at await",
+    "out[at] = t % 32 < 16 ? __shfl_xor_sync(~0u, in[at], 1) : 0;": "where lanes of the warp have ended|ends while",
+}
+
+
+def run(body: str, folder, seed: int = 0) -> torch.Tensor:
+    device = Emulator(2, seed, folder)
+    (folder / "test.cu").write_text(
+        f'extern "C" __global__ void test(const float* in, float* out, u32* counters) {{ {START} {body} }}'
+    )
+    out, counters = torch.zeros(128), torch.zeros(8, dtype=torch.int32)
+    kernel = device.kernel(("half.cuh", "memory.cuh", "test.cu"), (("FP16", 0), ("THREADS", 64)), "test", 1024)
+    kernel((2, 1, 1), torch.arange(1.0, 129.0), out, counters, cooperative=True)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_runs(name, seed, tmp_path, emulated):
+    assert run(RIGHT[name], tmp_path, seed).isfinite().all()
+
+
+@pytest.mark.parametrize("body", WRONG)
+def test_what_is_wrong_is_noticed(body, tmp_path, emulated):
+    if WRONG[body] == "NaN":
+        assert not run(body, tmp_path).isfinite().all()
+        return
+    with pytest.raises(RuntimeError, match=WRONG[body]):
+        run(body, tmp_path)
+
+
+def test_arguments_are_those_of_the_kernel(tmp_path, emulated):
+    run(RIGHT["warp"], tmp_path)
+    device = Emulator(2, 0, tmp_path)
+    kernel = device.kernel(("half.cuh", "memory.cuh", "test.cu"), (("FP16", 0), ("THREADS", 64)), "test", 1024)
+    out = torch.zeros(128)
+    with pytest.raises(RuntimeError, match="number of arguments"):
+        kernel((2, 1, 1), out, out)
+    with pytest.raises(RuntimeError, match="size"):
+        kernel((2, 1, 1), out, out, ctypes.c_int(1))
+    with pytest.raises(RuntimeError, match="more than the device holds"):
+        kernel((5, 1, 1), out, out, out, cooperative=True)
