@@ -16,6 +16,7 @@ from recnets import create_model
 from recnets.models import save_weights
 from recnets.models.plain import as_plain_modules
 from recnets.ops import dispatch
+from recnets.ops.cuda import plan
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the benchmarks are in the repository only")
@@ -94,6 +95,48 @@ def test_timing_needs_a_gpu():
     done = run("gpu.py", "--only", "training", hidden=("tyro", "rich"))
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip() == "this benchmark needs a CUDA device"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_plans_are_timed_on_a_gpu_and_counted_anywhere():
+    done = run("plans.py")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "this benchmark needs a CUDA device; without one, --list counts the plans"
+    done = run("plans.py", "--list", "--kernels", "forward")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^forward, Layer\(n=64, h=32, .*\): (\d+) plans$", done.stdout, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("batch", [64, 1024])
+@pytest.mark.parametrize("name", ["forward", "backward", "weight_grad"])
+def test_plans_to_time_fit_the_device_and_start_with_the_chosen_one(script, name, batch):
+    plans = script("plans")
+    layers = plans.layers_of("recnet_60_1280", batch)
+    assert list(layers.values()) == [2, 2, 2]
+    for layer in layers:
+        found = plans.plans_of(name, layer, 132)
+        assert len(set(found)) == len(found) > 5
+        if name == "weight_grad":
+            assert found[0] == plan.weight_grad(layer, layer.so, layer.kh, True)
+            continue
+        assert found[0] == plan.step(name, layer, 132)
+        for each in found:
+            assert each.resident * (each.shared + 1024) <= 228 * 1024
+            assert each.wm * each.mt * 16 >= each.tile.pixels(layer)
+            assert each.wn * each.nt * 8 == each.nb
+            blocks = each.tile.count(layer) * (layer.so // each.nb)
+            assert each.single == (blocks <= each.resident * 132)
+            assert not (each.single and each.prefetch)
+
+
+def test_the_chosen_plans_are_back_after_timing(script):
+    plans = script("plans")
+    (layer, *_) = plans.layers_of("recnet_60_1280", 64)
+    chosen, other, *_ = plans.step_plans("forward", layer, 132)
+    plans.use("forward", layer, other)
+    assert plan.step("forward", layer, 132) == other
+    plans.use("forward", layer, None)
+    assert plan.step("forward", layer, 132) == chosen
 
 
 def test_a_variant_that_fails_leaves_a_row_and_the_others(script):

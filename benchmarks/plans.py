@@ -1,0 +1,230 @@
+"""Time every plan that fits for the CUDA kernels of a network's layers, to see whether the chosen ones are the best.
+
+    python benchmarks/plans.py --batch 1024                          # minutes; 64 by default
+    python benchmarks/plans.py --kernels forward --model recnet_60_480
+    python benchmarks/plans.py --list                                # how many there are, without a GPU
+
+A plan is how a layer is cut: tiles, channels a block, warps, blocks a multiprocessor (recnets.ops.cuda.plan). Times are
+of all that the layer's pass launches, under a CUDA graph, bf16. A plan whose result is not that of the chosen plan is a
+row with an error, and the exit status is 1. The CSV goes to benchmarks/results/, written after every layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import RESULTS, context, file_name, write_csv
+from gpu import Row, graphed, rms, seconds
+from recnets import create_model
+from recnets.layers import CRC
+from recnets.ops.cuda import crc, kernels, plan
+from recnets.ops.cuda.plan import GradPlan, Layer, Plan
+
+MULTIPROCESSORS = 132  # of an H200, for --list
+MOST_THREADS = 1024  # that a multiprocessor is given: with more, too few registers are left for each
+SHARED_OF_ALL = 228 * 1024  # bytes of a multiprocessor; a block takes 1 KiB more than it asks for
+KERNELS = ("forward", "backward", "weight_grad")
+BOUND = 1e-2
+EPS = 1e-5
+
+
+def layers_of(model: str, batch: int, side: int = 32) -> dict[Layer, int]:
+    """The CRC layers of a network on a batch of pictures, and how often each is there."""
+    found: dict[Layer, int] = {}
+
+    def note(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(module, CRC)
+        sizes = (module.weight_x.shape[-1], module.weight_h.shape[-1])
+        layer = Layer(batch, *inputs[0].shape[2:], module.d, module.s_in, module.s_out, *sizes)
+        found[layer] = found.get(layer, 0) + 1
+
+    with torch.device("meta"):
+        network = create_model(model, mode="concat", backend="torch")
+        for module in network.modules():
+            if isinstance(module, CRC):
+                module.register_forward_pre_hook(note)
+        network.eval()(torch.empty(1, 3, side, side))
+    return found
+
+
+def step_plans(name: str, layer: Layer, multiprocessors: int) -> list[Plan]:
+    """Plans of "forward" or "backward", the chosen one first."""
+    chosen = plan.step(name, layer, multiprocessors)
+    assert chosen is not None
+    found = {chosen: None}
+    blocks = [nb for nb in (layer.so, layer.so // 2, layer.so // 4) if nb >= 16 and nb % 16 == 0 and nb <= 64]
+    for tile, nb, most, largest in itertools.product(plan.tiles(layer), blocks, (4, 8, 16), (16, 8, 4)):
+        shape = plan.warps(tile.pixels(layer), nb, most=most, largest=largest)
+        cut = shape and plan.plan_of(name, layer, tile, nb, shape, multiprocessors)
+        if not cut or tile.pixels(layer) < 64:
+            continue
+        for resident, prefetch in itertools.product((1, 2, 3, 4), (False, True)):
+            together = 32 * cut.wm * cut.wn * resident
+            if together > MOST_THREADS or resident * (cut.shared + 1024) > SHARED_OF_ALL:
+                continue
+            single = tile.count(layer) * (layer.so // nb) <= resident * multiprocessors
+            found[cut._replace(resident=resident, single=single, prefetch=prefetch and not single)] = None
+    return list(found)
+
+
+def grad_plans(layer: Layer) -> list[GradPlan]:
+    """Plans of both weights' gradients in one launch, the chosen one first; none where that is not possible."""
+    chosen = plan.weight_grad(layer, layer.so, layer.kh, True)
+    if chosen is None:
+        return []
+    found = {chosen: None}
+    for tile, groups, stages in itertools.product(plan.tiles(layer), (2, 4, 5, 8), (2, 3)):
+        if 32 * layer.kh * groups > MOST_THREADS or not 64 <= tile.pixels(layer) <= 512:
+            continue
+        cut = (layer, layer.kh, tile, chosen.ci, chosen.co, chosen.x, groups, stages, chosen.blocks)
+        fits = plan.grad_plan_of(*cut)
+        if fits is not None:
+            found[fits] = None
+    return list(found)
+
+
+def plans_of(name: str, layer: Layer, multiprocessors: int) -> list[Any]:
+    return grad_plans(layer) if name == "weight_grad" else step_plans(name, layer, multiprocessors)
+
+
+def use(name: str, layer: Layer, chosen: Plan | GradPlan | None) -> None:
+    """Let the kernels run by this plan; by their own for None."""
+    key = (layer, layer.so, True)
+    if isinstance(chosen, GradPlan):
+        plan.grad_overrides[key] = chosen
+    elif chosen is not None:
+        plan.overrides[name, layer] = chosen
+    else:
+        plan.grad_overrides.pop(key, None)
+        plan.overrides.pop((name, layer), None)
+    plan.step.cache_clear()
+    plan.weight_grad.cache_clear()
+
+
+def passes(layer: Layer) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    """What is timed for each kernel, on random tensors."""
+    torch.manual_seed(0)
+    x = torch.randn(layer.n, layer.h, layer.w, layer.d * layer.si, device="cuda").bfloat16()
+    weights = [
+        torch.randn(layer.so, s, k, k, device="cuda") / (s * k * k) ** 0.5
+        for s, k in ((layer.si, layer.kx), (layer.so, layer.kh))
+    ]
+    norm = [torch.rand(layer.d * layer.so, device="cuda") + 0.5, torch.zeros(layer.d * layer.so, device="cuda")]
+
+    def forward() -> tuple[Tensor, ...]:
+        return crc.forward(x, *weights, *norm, None, layer=layer, eps=EPS, relu=True)
+
+    h, z, sums = forward()
+    dh = torch.randn_like(h)
+
+    def backward() -> tuple[Tensor, ...]:
+        tensors = (dh, x, h, z, sums, *weights, *norm)
+        return crc.backward(*tensors, layer=layer, eps=EPS, batch=True, relu=True)
+
+    def weight_grad() -> tuple[Tensor, ...]:
+        return tuple(crc.add_parts(crc.weight_grads(x, h, dh, layer), (weights[0], weights[1])))
+
+    return {"forward": forward, "backward": backward, "weight_grad": weight_grad}
+
+
+def compile_all(name: str, layer: Layer, plans: list[Any]) -> None:
+    """Start compiling every plan's kernel, many at a time."""
+    for each in plans:
+        if isinstance(each, GradPlan):
+            defines = each.defines(layer, layer.so, layer.kh, 1)
+        else:
+            defines = {**each.defines(layer), **crc.sigma_defines(batch=True, relu=True)}
+        kernels.compile_ahead(name, torch.bfloat16, 0, defines)
+
+
+def measure(name: str, layer: Layer, plans: list[Any]) -> Iterator[Row]:
+    """A row for every plan, the chosen one first."""
+    run = passes(layer)[name]
+    compile_all(name, layer, plans)
+    expected: tuple[Tensor, ...] = ()
+    first = 0.0
+    for each in plans:
+        row: Row = {"kernel": name, **describe(layer, each), "us": "", "of_chosen": "", "error": ""}
+        use(name, layer, each)
+        try:
+            got = run()
+            expected = expected or tuple(t.double() for t in got)
+            worst = max(rms(a, b) for a, b in zip(got, expected, strict=True))
+            if not worst < BOUND:
+                raise ValueError(f"differs from the chosen plan's result by {worst:.1e}")
+            time = seconds(graphed(run), rounds=5, target=0.02)
+            first = first or time
+            row |= {"us": round(time * 1e6, 1), "of_chosen": round(time / first, 3)}
+        except (RuntimeError, ValueError) as error:
+            row["error"] = str(error).strip().splitlines()[0][:200]
+        finally:
+            use(name, layer, None)
+        yield row
+
+
+def describe(layer: Layer, each: Plan | GradPlan) -> Row:
+    """Layer and plan in the columns of a table."""
+    row: Row = {"layer": f"{layer.n}x{layer.h}x{layer.w} s_in {layer.si} s_out {layer.so} d {layer.d}"}
+    row["tile"] = f"{each.tile.images}x{each.tile.rows}"
+    if isinstance(each, GradPlan):
+        return {**row, "plan": f"{each.ci}x{each.co} channels, {each.groups} groups, {each.stages} stages"}
+    ways = [word for word, there in (("single", each.single), ("prefetch", each.prefetch)) if there]
+    cut = f"{each.nb} channels, {each.wm}x{each.wn} warps of {each.mt}x{each.nt}, {each.resident} resident"
+    return {**row, "plan": ", ".join([cut, *ways])}
+
+
+def show(rows: list[Row], top: int = 5) -> None:
+    """The chosen plan and the fastest ones."""
+    print(f"{rows[0]['kernel']}, {rows[0]['layer']}: {len(rows)} plans")
+    timed = [row for row in rows if row["us"] != ""]
+    for row in [*rows[:1], *sorted(timed, key=lambda row: row["us"])[:top]]:
+        print(f"  {row['us'] or row['error']:>9} µs  {row['tile']:>5}  {row['plan']}", flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="recnet_60_1280")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--list", action="store_true", help="only say how many plans there are")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    if not args.list and not torch.cuda.is_available():
+        print("this benchmark needs a CUDA device; without one, --list counts the plans", file=sys.stderr)
+        return 2
+    count = MULTIPROCESSORS if args.list else kernels.multiprocessors(0)
+    rows: list[Row] = []
+    saved = {"chosen": 0.0, "best": 0.0}
+    for layer, times in layers_of(args.model, args.batch).items():
+        for name in args.kernels:
+            plans = plans_of(name, layer, count)
+            if args.list or not plans:
+                print(f"{name}, {layer}: {len(plans)} plans")
+                continue
+            own = list(measure(name, layer, plans))
+            show(own)
+            rows += own
+            path = args.out / (file_name("plans", args.model, str(args.batch), context("cuda")) + ".csv")
+            write_csv(path, rows)
+            timed = [row["us"] for row in own if row["us"] != ""]
+            saved["chosen"] += times * (own[0]["us"] or 0.0)
+            saved["best"] += times * min(timed, default=0.0)
+    if rows:
+        print(f"all layers: chosen {saved['chosen']:.0f} µs, best {saved['best']:.0f} µs; {path}")
+    return int(any(row["error"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
