@@ -10,7 +10,18 @@ import pytest
 import recnets
 from recnets import utils
 from recnets.errors import RecNetsError
-from recnets.utils import atomic_write, choose, did_you_mean, git_commit, positive_int, require, versions
+from recnets.utils import (
+    at_least,
+    atomic_write,
+    check_target,
+    choose,
+    did_you_mean,
+    git_commit,
+    image_sides,
+    positive_int,
+    require,
+    versions,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +35,26 @@ def test_atomic_write(tmp_path, content, expected):
         atomic_write(str(path), content)
         assert path.read_bytes() == expected
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_check_target(tmp_path):
+    assert check_target(tmp_path / "new") == tmp_path / "new"
+    with pytest.raises(RecNetsError, match=r"there is no folder .*absent"):
+        check_target(tmp_path / "absent" / "new")
+    with pytest.raises(RecNetsError, match="it is a folder"):
+        check_target(tmp_path)
+
+
+def test_numbers():
+    assert at_least(0.0, 0, "x") == 0
+    for value in (-1, float("nan")):
+        with pytest.raises(ValueError, match=f"x must be at least 0, got {value}"):
+            at_least(value, 0, "x")
+    assert image_sides(8) == (8, 8)
+    assert image_sides([8, 9]) == (8, 9)
+    for wrong in ("32", (1, 2, 3), 2.0, None):
+        with pytest.raises(TypeError, match="image_size must be an int"):
+            image_sides(wrong)
 
 
 def test_atomic_write_gives_ordinary_permissions(tmp_path):

@@ -44,6 +44,33 @@ def positive_int(value: object, what: str, minimum: int = 1) -> int:
     return value
 
 
+def image_sides(image_size: object) -> tuple[int, int]:
+    """(height, width) of an image size: one side, or a pair."""
+    pair = image_size if isinstance(image_size, tuple | list) and len(image_size) == 2 else (image_size, image_size)
+    return positive_int(pair[0], "image_size"), positive_int(pair[1], "image_size")
+
+
+def at_least(value: float, minimum: float, what: str) -> float:
+    """`value` if it is a number of at least `minimum` (NaN is not), else a ValueError."""
+    if not value >= minimum:
+        raise ValueError(f"{what} must be at least {minimum}, got {value}")
+    return value
+
+
+def check_target(path: Path) -> Path:
+    """`path` if a file can be written there. Asked before long work, whose result would have nowhere to go."""
+    problem = None
+    if not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}"
+    elif path.is_dir():
+        problem = "it is a folder"
+    elif not os.access(path.parent, os.W_OK):
+        problem = f"the folder {path.parent} is not writable"
+    if problem is not None:
+        raise RecNetsError(f"cannot write {path}: {problem}")
+    return path
+
+
 def require(module: str, extra: str) -> ModuleType:
     """Import an optional dependency, or say which extra brings it."""
     try:
@@ -77,10 +104,9 @@ def atomic_write(path: Path | str, content: bytes | str | Callable[[Path], objec
         mask = os.umask(0)
         os.umask(mask)
         tmp.chmod(0o666 & ~mask)  # mkstemp makes it private; a result is an ordinary file
-        with open(tmp, "rb") as file:
-            os.fsync(file.fileno())
+        sync_file(tmp)
         os.replace(tmp, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise RecNetsError(
             f"cannot write {path}: {error.strerror or error}; the old file, if any, is intact"
@@ -89,7 +115,13 @@ def atomic_write(path: Path | str, content: bytes | str | Callable[[Path], objec
         tmp.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Wait until a file's bytes are on the disk: a rename must not come there before them."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
     """A rename is durable once its folder is synced; folders cannot be opened so on every system."""
     try:
         handle = os.open(folder, os.O_RDONLY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from recnets.cli import main as cli
-from recnets.errors import RecNetsError
+from recnets.errors import Misuse, RecNetsError
 
 
 @pytest.fixture
@@ -37,6 +38,7 @@ def test_help_explains_itself(capsys):
     for name in cli.mounted():
         assert f"\n  {name} " in text
     assert "recnet info recnet_60_1280" in text
+    assert "write the paper's tables" in text
 
 
 def test_no_arguments_is_wrong_use(capsys):
@@ -85,6 +87,47 @@ def test_every_mounted_command_has_help(capsys):
         assert f"usage: recnet {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train --data digit",
+        "train --model recnet_60_12800",
+        "train --device gpu",
+        "train --recipe nope",
+        "bench nope",
+        "eval nope",
+        "info nope",
+        "reproduce --table demo --set lr=-1",
+        "reproduce --recipe nope",
+        "reproduce --table demo --device gpu",
+    ],
+)
+def test_unknown_names_and_values_are_wrong_use(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "text"),
+    [
+        ("reproduce", "--no-download", "Do not fetch a missing data set"),
+        ("tables", "--no-figures", "Leave the figures out"),
+        ("eval", "--no-per-class", "leave the table by class out"),
+        ("eval", "--max-bad", "largest share of unreadable pictures"),
+    ],
+)
+def test_help_says_what_a_flag_does(command, flag, text, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert re.search(rf"{flag}\b[^.]*{text}", shown)
+
+
 def test_a_missing_module_is_not_mounted(monkeypatch):
     monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, cli.Entry("fly", "no_such_module", "never")))
     assert "fly" not in cli.mounted()
@@ -95,12 +138,13 @@ def test_a_missing_module_is_not_mounted(monkeypatch):
     ("error", "status", "message"),
     [
         (RecNetsError("no such folder 'x'; make it first"), 1, "no such folder 'x'; make it first"),
-        (RecNetsError("two\nlines and [bold]markup[/bold]"), 1, "two lines and [bold]markup[/bold]"),
+        (RecNetsError("two\n  lines and [bold]markup[/bold] \n"), 1, "two\n  lines and [bold]markup[/bold]"),
+        (Misuse("unknown model 'x'"), 2, "unknown model 'x'"),
         (RecNetsError("long " * 60), 1, ("long " * 60).strip()),
         (FileNotFoundError(2, "No such file or directory", "weights"), 1, "weights: No such file or directory"),
     ],
 )
-def test_errors_are_one_line(error, status, message, mount, capsys):
+def test_errors_are_clean(error, status, message, mount, capsys):
     mount(raising(error))
     assert cli.main(["work"]) == status
     captured = capsys.readouterr()

@@ -70,7 +70,7 @@ def test_published_weights_are_told(name):
     about, size = read_metadata(name), (PUBLISHED_FOLDER / f"{name}.safetensors").stat().st_size
     cells = [f"`{name}`", f"{size:,} bytes", f"{about['accuracy']:.2f} %", f"{about['trained_accuracy']:.2f} %"]
     assert f"| {' | '.join(cells)} | " in RESULTS
-    assert re.search(rf"`{name}` \({size // 1000} KB,\s+{about['accuracy']:.2f} %\)", README)
+    assert re.search(rf"`{name}` \({round(size / 1000):,} KB,\s+{about['accuracy']:.2f} %\)", README)
 
 
 def test_speed_is_that_of_the_ledger():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
+import torch
 
-from recnets.experiments import local, plan
+from recnets.experiments import cost, local, plan
 from recnets.experiments.ledger import Ledger
 from recnets.experiments.paper import PAPER_TABLES
 from recnets.experiments.plan import make_plan, measured, ordered, with_times
@@ -118,6 +120,51 @@ def test_a_single_run_starts_without_being_timed(tmp_path, monkeypatch, rows):
     assert bool(timed) == (rows > 1)
 
 
+def test_steps_are_timed_as_training_does_them(monkeypatch):
+    """Tiny pictures: whole batches and one thread, unless others are asked for; afterwards all is as before."""
+    used = []
+
+    def build(*args):
+        network = cost.build(*args)
+        forward = network.forward
+        network.forward = lambda x: used.append((torch.get_num_threads(), len(x))) or forward(x)
+        return network
+
+    monkeypatch.setattr(plan, "build", build)
+    digits, cifar = (next(iter(places([t], None, 1, PAPER))).runs[0] for t in ("demo", "2"))
+    small = dataclasses.replace(digits, recipe=dataclasses.replace(cifar.recipe, model=digits.model, model_options={}))
+    torch.set_num_threads(3)
+    try:
+        pace = plan.time_a_step(digits, torch.device("cpu"))
+        plan.time_a_step(digits, torch.device("cpu"), 2)
+        plan.time_a_step(small, torch.device("cpu"))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+    assert set(used[:3]) == {(1, 64)}
+    assert set(used[3:6]) == {(2, 64)}
+    assert set(used[6:]) == {(3, 16)}
+    assert (pace.dataset, pace.family) == ("digits", "recnet")
+
+
+def test_only_recnets_are_given_a_backend(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(local, "run_jobs", lambda jobs, *args: started.extend(jobs))
+    monkeypatch.setattr(plan, "time_a_step", lambda *args: plan._pace("cifar100", "x", {}, 1, 1.0))
+    asked = {"only": ("recnet_60_480", "mobilenet"), "dataset": ("cifar100",), "device": "cpu", "backend": "torch"}
+    assert Reproduce(**asked, table=("2", "3"), results=tmp_path, work=tmp_path / "work").run() == 0
+    given = {job.recipe["model"]: job.options["backend"] for job in started}
+    assert given == {"recnet_60_480": "torch", "mobilenet": "auto"}
+
+
+def test_a_backend_that_cannot_run_here_is_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("recnets.ops.dispatch.AVAILABLE", False)
+    request = Reproduce(table=("demo",), backend="triton", results=tmp_path / "r", work=tmp_path / "w", device="cpu")
+    with pytest.raises(ValueError, match="'triton' cannot run here"):
+        request.run()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_only_chooses_runs():
     def names(*only, **more):
         return {run.name for place in chosen_places(Reproduce(only=only, **more)) for run in place.runs}
@@ -145,6 +192,9 @@ def test_only_chooses_runs():
         ({"dataset": ("cifar",)}, "dataset must be one of.*did you mean"),
         ({"max_seconds": 3.0}, "max_seconds must be more than 10"),
         ({"engine": "slurm"}, "engine must be one of"),
+        ({"epochs_until": 0}, "epochs_until must be at least 1"),
+        ({"backend": "foo"}, "backend must be one of"),
+        ({"threads": 0}, "threads must be at least 1"),
     ],
 )
 def test_wrong_requests(values, message):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from recnets.cli.main import main
+from recnets.experiments.__main__ import main as bare
 from recnets.experiments.__main__ import parse
 from recnets.experiments.job import Job, result_of
 from recnets.experiments.ledger import Ledger, read_metrics
@@ -143,12 +144,13 @@ def test_the_arguments_without_tyro():
         max_seconds=500.0,
         set=("precision=bf16",),
         dry_run=True,
-        download=False,
+        no_download=True,
         data_dir=Path("d"),
     )
     assert parse(["reproduce"]) == Reproduce()
     with pytest.raises(SystemExit):
         parse(["reproduce", "--engine", "slurm"])
+    assert bare(["reproduce", "--recipe", "nope"]) == 2
 
 
 BARE = """

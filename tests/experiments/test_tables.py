@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import re
+import sys
 
 import pytest
 
@@ -108,6 +109,21 @@ def test_curves_of_short_runs_where_there_are_no_others(tmp_path, make_entry):
 def test_an_empty_ledger_still_shows_the_paper(tmp_path):
     assert main(["tables", "--results", str(tmp_path), "--no-figures"]) == 0
     assert "0 of 80 rows" in (tmp_path / "TABLES.md").read_text()
+
+
+def test_a_ledger_that_is_not_there_is_named(tmp_path, capsys):
+    assert main(["tables", "--results", str(tmp_path / "typo")]) == 1
+    assert f"no folder {tmp_path / 'typo'}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_the_figures_are_left_out(ledger, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["tables", "--results", str(ledger.folder)]) == 0
+    captured = capsys.readouterr()
+    assert "the figures are left out" in captured.err
+    assert "recnets[plots]" in captured.err
+    assert captured.out.split() == [str(ledger.folder / name) for name in ("TABLES.md", "report.html")]
 
 
 class Page(html.parser.HTMLParser):

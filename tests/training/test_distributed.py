@@ -72,6 +72,13 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     assert (summary["processes"], summary["epochs"]) == (2, 3)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_layers_of_one_step_whose_w_h_is_idle(tmp_path: Path) -> None:
+    run_two("--model", "RecNet(1, 2, 2, 1, 2)", "--epochs", "1", "--batch-size", "300", "--out", str(tmp_path / "run"))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["processes"] == 2
+
+
 def test_a_last_batch_smaller_than_the_processes_is_refused(
     stripes_data: object, make_recipe: object, options: RunOptions
 ) -> None:

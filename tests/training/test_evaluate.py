@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recnets.cli.main import main
-from recnets.data import DataSet, Normalise, Split
+from recnets.data import DataSet, Normalise, Split, data_of
+from recnets.errors import RecNetsError
+from recnets.models import read_metadata
 from recnets.training import Evaluator, Recipe, RunOptions, evaluate, load_recipe, train
 from recnets.training.distributed import Processes
 
@@ -143,6 +145,36 @@ def test_eval_on_other_classes_is_refused(
     folder = train(make_recipe(), out=tmp_path / "run", data=stripes_data, options=short).folder
     assert main(["eval", str(folder), "--data", "digits", "--device", "cpu"]) == 1
     assert "were trained on 4 classes of stripes, digits has 10" in " ".join(capsys.readouterr().err.split())
+
+
+def test_eval_takes_the_share_of_bad_pictures_that_training_took(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of which a tenth cannot be read: as in training, by --max-bad, and refused with the list of them."""
+    image = pytest.importorskip("PIL.Image")
+    for name, colour in (("a", "red"), ("b", "blue")):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for i in range(9):
+            image.new("RGB", (8, 8), colour).save(tmp_path / "pictures" / name / f"{i}.png")
+        (tmp_path / "pictures" / name / "bad.png").write_bytes(b"no picture")
+    data, folder = f"folder:{tmp_path / 'pictures'}", tmp_path / "run"
+    words = ["--image-size", "8", "--epochs", "1", "--model", "RecNet(1, 2, 2, 1, 1)", "--device", "cpu"]
+    recipe = ["train", "--recipe", "quick", "--data", data, *words]
+    assert main([*recipe, "--out", str(folder)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert "max_bad" in lines[0]
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [
+        str(tmp_path / "pictures" / name / "bad.png") for name in "ab"
+    ]
+    assert main([*recipe, "--out", str(folder), "--max-bad", "0.5"]) == 0
+    assert main(["eval", str(folder), "--device", "cpu", "--no-per-class"]) == 0
+    assert "mostly taken for" not in capsys.readouterr().out
+    assert main(["eval", str(folder), "--device", "cpu", "--max-bad", "0.05"]) == 1
+    assert "max_bad = 5.00%" in capsys.readouterr().err
+    metadata = {key: value for key, value in read_metadata(folder).items() if key != "max_bad"}  # of older weights
+    with pytest.raises(RecNetsError, match="max_bad"):
+        data_of(metadata)
+    assert len(data_of(metadata, max_bad=0.5).skipped) == 2
 
 
 def test_train_and_resume_from_the_command_line(

@@ -49,7 +49,11 @@ def test_quick_never_mirrors_digits() -> None:
     [
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"lr": -1.0}, "lr must be greater than 0"),
-        ({"lr": float("nan")}, "lr must be"),
+        ({"lr": float("nan")}, "lr must be a finite number, got nan"),
+        ({"lr": float("inf")}, "lr must be a finite number, got inf"),
+        ({"seed": -1}, "seed must be 0 or more"),
+        ({"seed": 2**63}, r"seed must be 0 or more and less than 2\*\*63"),
+        ({"split_seed": 2**32}, r"split_seed must be 0 or more and less than 2\*\*32"),
         ({"min_lr": 0.2}, "min_lr must be between 0 and lr"),
         ({"restarts": (60, 20)}, "restarts must be rising"),
         ({"restarts": (100,)}, "restarts must be rising"),
@@ -141,7 +145,8 @@ def test_every_field_can_be_given() -> None:
 
 
 def test_wrong_values_on_the_command_line_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for args in (["--lr", "-1"], ["--model-options", "nonsense"], ["--epochs", "two"], ["--max-seconds", "0"]):
+    for args in (["--lr", "-1"], ["--model-options", "nonsense"], ["--epochs", "two"], ["--max-seconds", "0"],
+                 ["--backend", "foo"], ["--seed", "99999999999999999999"], ["--max-bad", "2"]):  # fmt: skip
         with pytest.raises(SystemExit) as stopped:
             parsed(*args)
         assert stopped.value.code == 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -61,9 +62,27 @@ def test_metrics_are_cut_to_what_is_known(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_kill_are_swept(tmp_path: Path) -> None:
     (tmp_path / ".checkpoint.pt.abc.tmp").write_bytes(b"half")
+    (tmp_path / ".somebody-elses.tmp").write_bytes(b"whole")
     folder = RunFolder(tmp_path)
     folder.claim()
-    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+    assert {p.name for p in tmp_path.iterdir()} == {".lock", ".somebody-elses.tmp"}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", ["report.html", "summary.json", "metrics.jsonl", "last.safetensors", "config.toml"])
+def test_files_of_others_are_in_the_way(tmp_path: Path, name: str, resume: bool) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "notes.txt").write_text("no concern of a run")
+    folder.check(resume)
+    (tmp_path / name).write_text("a = 1\n")
+    with pytest.raises(RecNetsError, match=f"{re.escape(str(tmp_path / name))} is in the way"):
+        folder.check(resume)
+
+
+def test_json_without_nan(tmp_path: Path) -> None:
+    with pytest.raises(RecNetsError, match="not a finite number"):
+        RunFolder(tmp_path).add_metrics({"epoch": 1, "test_loss": float("nan")})
+    assert RunFolder(tmp_path).metrics.read_text() == ""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="flock")
@@ -95,6 +114,13 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("broken [")
     with pytest.raises(RecNetsError, match="cannot be read"):
         RunFolder(tmp_path).read_recipe()
+    for text in ("a = 1", "recipe = 3"):
+        (tmp_path / "config.toml").write_text(text)
+        with pytest.raises(RecNetsError, match=r"is no run's: it has no table \[recipe\]"):
+            parse(["--resume", str(tmp_path)], "recnet train")
+    (tmp_path / "config.toml").write_text("session = 3\n[recipe]\n")
+    with pytest.raises(RecNetsError, match=r"is no run's: its sessions are 3"):
+        parse(["--resume", str(tmp_path)], "recnet train")
 
 
 def test_default_names_are_free_and_readable(tmp_path: Path) -> None:

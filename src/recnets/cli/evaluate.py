@@ -28,7 +28,8 @@ def command(
     batch: int = 1000,
     device: str = "auto",
     precision: Literal["fp32", "bf16"] = "fp32",
-    per_class: bool = True,
+    max_bad: float | None = None,
+    no_per_class: bool = False,
     json: bool = False,
 ) -> int:
     """Accuracy of trained weights: top-1, top-5, loss, and a table by class.
@@ -41,7 +42,8 @@ def command(
         batch: images a batch.
         device: cpu, cuda, cuda:1, mps; auto takes a GPU if there is one.
         precision: fp32, or bf16 autocast.
-        per_class: the table by class.
+        max_bad: the largest share of unreadable pictures in a folder; by default as in training.
+        no_per_class: leave the table by class out.
         json: print JSON, for programs.
     """
     if batch < 1:
@@ -49,7 +51,7 @@ def command(
     model, metadata = load_weights(weights)
     where = choose_device(device, Processes())
     spec = spec_of(metadata, data)
-    found = data_of(metadata, data, data_dir)
+    found = data_of(metadata, data, data_dir, max_bad)
     if model.num_classes != found.num_classes:
         raise RecNetsError(
             f"{weights} has {model.num_classes} classes, {spec} has {found.num_classes}: give other --data"
@@ -62,7 +64,7 @@ def command(
     if json:
         print(json_module.dumps(_plain(weights, spec, split, found, evaluation), indent=2))
     else:
-        _show(Console(), weights, spec, split, found, evaluation, per_class)
+        _show(Console(), weights, spec, split, found, evaluation, not no_per_class)
     return 0
 
 

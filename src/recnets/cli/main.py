@@ -1,4 +1,4 @@
-"""`recnet COMMAND …`: finds the command's module, lets tyro read the arguments, and keeps errors to one clean line.
+"""`recnet COMMAND …`: finds the command's module, lets tyro read the arguments, and keeps errors to a clean line.
 
 A command is a module in this folder with an attribute `command`: a typed function, whose parameters become the
 arguments and whose docstring becomes the help, or a dataclass with a `run()` method. What it returns is the exit
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recnets.errors import RecNetsError
+from recnets.errors import Misuse, RecNetsError
 from recnets.utils import did_you_mean
 
 FAILED, MISUSED, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -43,7 +43,7 @@ COMMANDS = (
     Entry("squeeze", "squeeze", "make trained weights smaller and faster to run"),
     Entry("bench", "bench", "time a model on this machine"),
     Entry("reproduce", "reproduce", "train every network of one of the paper's tables"),
-    Entry("tables", "tables", "print the paper's tables beside what was measured here"),
+    Entry("tables", "tables", "write the paper's tables and figures beside what was measured here"),
 )
 
 
@@ -112,12 +112,12 @@ def parse(argv: Sequence[str]) -> Callable[[], Any]:
 
 
 def _say(message: str) -> None:
-    """One red line on stderr (no colour where stderr is not a terminal)."""
+    """In red on stderr (no colour where stderr is not a terminal): one line, or those that the message is made of."""
     from rich.console import Console
     from rich.text import Text
 
-    line = " ".join(message.split())
-    Console(stderr=True, soft_wrap=True).print(Text(f"error: {line}", style="bold red"))
+    lines = "\n".join(line.rstrip() for line in message.strip().splitlines())
+    Console(stderr=True, soft_wrap=True).print(Text(f"error: {lines}", style="bold red"))
 
 
 def _raised_here(error: BaseException) -> bool:
@@ -127,12 +127,12 @@ def _raised_here(error: BaseException) -> bool:
 
 
 def _status_of(error: Exception) -> int:
-    """Print an error that a user can act on as one line and return the exit status; raise any other again."""
+    """Print an error that a user can act on and return the exit status; raise any other again."""
     if os.environ.get("RECNETS_TRACEBACK"):
         raise error
     if isinstance(error, RecNetsError):
         _say(str(error))
-        return FAILED
+        return MISUSED if isinstance(error, Misuse) else FAILED
     if isinstance(error, ValueError | TypeError) and _raised_here(error):
         _say(str(error))
         return MISUSED

@@ -18,7 +18,7 @@ from recnets.training.recipe import recipe_changes
 
 @dataclass
 class Train:
-    """Train a model. With no arguments: a small RecNet on embedded handwritten digits, in about a minute.
+    """Train a model. With no arguments: a small RecNet on embedded handwritten digits, in under a minute.
 
     The settings below show their values for the chosen recipe. The recipe is `quick` for the digits and `paper`
     for every other data set, unless --recipe names one.
@@ -79,8 +79,9 @@ def _value(args: Sequence[str], name: str) -> str | None:
 def parse(args: Sequence[str], prog: str) -> Callable[[], int]:
     """Read the arguments; their defaults are the recipe's, so that --help shows what will be used."""
     resume = _value(args, "--resume")
+    settings = starting_recipe(args)
     options = RunOptions() if resume is None else RunFolder(resume).read_options()
-    default = Train(settings=starting_recipe(args), options=options)
+    default = Train(settings=settings, options=options)
     return tyro.cli(Train, prog=prog, args=list(args), default=default).run
 
 

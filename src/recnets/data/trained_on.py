@@ -19,13 +19,20 @@ def spec_of(metadata: Mapping[str, Any], data: str | None = None) -> str:
     return str(spec)
 
 
-def data_of(metadata: Mapping[str, Any], data: str | None = None, data_dir: Path | None = None) -> DataSet:
-    """The data set `spec_of(metadata, data)` at the weights' image size, split as in training, with their classes."""
+def data_of(
+    metadata: Mapping[str, Any], data: str | None = None, data_dir: Path | None = None, max_bad: float | None = None
+) -> DataSet:
+    """The data set `spec_of(metadata, data)` at the weights' image size, split as in training, with their classes.
+
+    max_bad: the share of unreadable pictures that a folder may have; as in training unless given.
+    """
     spec = spec_of(metadata, data)
     size = metadata.get("image_size")
     side = int(size[0]) if isinstance(size, list | tuple) else None
     seed = int((metadata.get("recipe") or {}).get("split_seed", 0))
-    found = load_dataset(spec, data_dir=data_dir, image_size=side, seed=seed)
+    share = metadata.get("max_bad") if max_bad is None else max_bad
+    allowed: dict[str, Any] = {} if share is None else {"max_bad": float(share)}
+    found = load_dataset(spec, data_dir=data_dir, image_size=side, seed=seed, **allowed)
     classes = metadata.get("classes")
     if classes is not None and list(classes) != found.classes:
         raise RecNetsError(

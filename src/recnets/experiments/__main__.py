@@ -14,7 +14,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from recnets.errors import RecNetsError
+from recnets.errors import Misuse, RecNetsError
 from recnets.experiments.make_tables import Tables
 from recnets.experiments.reproduce import Reproduce
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return parse(sys.argv[1:] if argv is None else argv).run()
     except (RecNetsError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, RecNetsError) else 2
+        return 1 if isinstance(error, RecNetsError) and not isinstance(error, Misuse) else 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

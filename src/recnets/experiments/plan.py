@@ -19,6 +19,7 @@ from recnets.experiments.cost import SHAPES, Cost, build, cost
 from recnets.experiments.ledger import Ledger, read_metrics
 from recnets.experiments.runs import Place, Run, distinct
 from recnets.training import RunFolder
+from recnets.training.run import TINY_BATCH, fitting_threads
 
 State = Literal["done", "failed", "interrupted", "new"]
 TRAIN_IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "digits": 1_437}
@@ -89,17 +90,21 @@ def _epoch_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _pace(dataset: str, model: str, overrides: Mapping[str, Any], macs: int, seconds: float) -> Pace:
-    return Pace(dataset, _family(model), f"{model} {sorted(overrides.items())}", macs, seconds)
+    return Pace(dataset, family_of(model), f"{model} {sorted(overrides.items())}", macs, seconds)
 
 
-def _family(model: str) -> str:
+def family_of(model: str) -> str:
     return "recnet" if model.lower().startswith("recnet") else "other"
 
 
-def time_a_step(dataset: str, batch: int, device: torch.device, model: str, overrides: Mapping[str, Any]) -> Pace:
-    """Where nothing was measured yet: a few training steps of one network, timed here and now."""
-    classes, channels, side = SHAPES[dataset]
-    network = build(model, overrides, dataset, "cpu").to(device).train()
+def time_a_step(run: Run, device: torch.device, threads: int | None = None) -> Pace:
+    """Where nothing was measured yet: a few training steps, timed here and now with the threads of training."""
+    classes, channels, side = SHAPES[run.dataset]
+    batch, before = run.recipe.batch_size, torch.get_num_threads()
+    torch.set_num_threads(threads or fitting_threads(batch, (side, side)))
+    if device.type == "cpu":  # of larger images a few: there, time grows with their number
+        batch = min(batch, max(16, TINY_BATCH // side**2))
+    network = build(run.model, run.overrides, run.dataset, "cpu").to(device).train()
     images = torch.randn(batch, channels, side, side, device=device)
     labels = torch.randint(classes, (batch,), device=device)
 
@@ -113,24 +118,30 @@ def time_a_step(dataset: str, batch: int, device: torch.device, model: str, over
         step()
         return time.perf_counter() - began
 
-    step()
-    seconds = min(timed(), timed()) / batch * TRAIN_IMAGES[dataset] * EVALUATION
-    return _pace(dataset, model, overrides, cost(model, overrides, dataset).macs, seconds)
+    try:
+        step()
+        seconds = min(timed(), timed()) / batch * TRAIN_IMAGES[run.dataset] * EVALUATION
+    finally:
+        torch.set_num_threads(before)
+    return _pace(run.dataset, run.model, run.overrides, cost(run.model, run.overrides, run.dataset).macs, seconds)
 
 
-def with_times(steps: Sequence[Step], paces: Sequence[Pace], device: torch.device | None = None) -> list[Step]:
+def with_times(
+    steps: Sequence[Step], paces: Sequence[Pace], device: torch.device | None = None, threads: int | None = None
+) -> list[Step]:
     """The plan with an estimate for what remains of every run.
 
     A measured run of the same network is taken as it is; else the nearest in size (of its own family if there is
     one) is scaled by multiply-adds; with nothing measured and a `device`, a few steps are timed there.
+    `threads` are those of a run, where they are not training's own choice.
     """
     todo = [step for step in steps if step.state != "done"]
     paces = list(paces)
     if not paces and device is not None:
-        for family in sorted({_family(step.run.model) for step in todo}):
-            sizes = sorted((s for s in todo if _family(s.run.model) == family), key=lambda s: s.cost.macs)
+        for family in sorted({family_of(step.run.model) for step in todo}):
+            sizes = sorted((s for s in todo if family_of(s.run.model) == family), key=lambda s: s.cost.macs)
             run = sizes[len(sizes) // 4].run  # a smaller one: quick to time, and typical enough
-            paces.append(time_a_step(run.dataset, min(16, run.recipe.batch_size), device, run.model, run.overrides))
+            paces.append(time_a_step(run, device, threads))
     return [step if step.state == "done" or not paces else _timed(step, paces) for step in steps]
 
 

@@ -18,13 +18,17 @@ import torch
 from recnets.errors import RecNetsError
 from recnets.experiments import local, ray_engine
 from recnets.experiments.board import STATES, Board, duration
+from recnets.experiments.cost import build
 from recnets.experiments.job import Job, Result
 from recnets.experiments.ledger import Ledger
 from recnets.experiments.paper import DATASETS, PAPER_TABLES, TABLES
-from recnets.experiments.plan import Step, make_plan, measured, ordered, with_times
+from recnets.experiments.plan import Step, family_of, make_plan, measured, ordered, with_times
 from recnets.experiments.runs import Place, Protocol, Run, distinct, places
 from recnets.models.registry import canonical_name
 from recnets.training.distributed import Processes, choose_device, device_name
+from recnets.training.loop import HANG_UP
+from recnets.training.options import RunOptions
+from recnets.training.progress import counted
 from recnets.training.recipe import parse_options
 from recnets.utils import choose, did_you_mean
 
@@ -71,12 +75,12 @@ class Reproduce:
 
     data_dir: Path | None = None
     """Folder with the data sets; RECNETS_DATA, else a cache folder."""
-    download: bool = True
-    """Fetch a missing data set from its makers."""
+    no_download: bool = False
+    """Do not fetch a missing data set from its makers."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps; auto shares the runs out among the GPUs there are."""
     backend: str = "auto"
-    """Implementation of the recurrence: auto, torch, triton, ..."""
+    """Implementation of the recurrence in RecNets: auto, torch or triton."""
     compile: bool = False
     """Compile the models with torch.compile."""
     threads: int | None = None
@@ -85,7 +89,8 @@ class Reproduce:
     """Evaluate every so many epochs (the last always)."""
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "jobs", "eval_every"):
+        RunOptions(**self.options)  # every run would fail over what it refuses
+        for name in ("seeds", "jobs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_seconds is not None and self.max_seconds <= MARGIN:
@@ -96,6 +101,20 @@ class Reproduce:
 
     def run(self) -> int:
         return reproduce(self)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What of this every run is given, as options of `RunOptions`."""
+        return {
+            "data_dir": None if self.data_dir is None else str(self.data_dir.expanduser().resolve()),
+            "download": not self.no_download,
+            "device": self.device,
+            "backend": self.backend,
+            "compile": self.compile,
+            "threads": self.threads,
+            "epochs_until": self.epochs_until,
+            "eval_every": self.eval_every,
+        }
 
     @property
     def protocol(self) -> Protocol:
@@ -149,17 +168,22 @@ def reproduce(request: Reproduce) -> int:
     began = time.time()
     found, ledger = chosen_places(request), Ledger(request.results)
     device = choose_device(request.device, Processes())
+    if request.engine == "local":  # a backend that cannot run here is no reason to fail row by row
+        build("recnet_60_480", {"backend": request.backend}, "cifar100")
     steps = make_plan(found, ledger, request.work)
     waiting = sum(step.state != "done" for step in steps)
     paces = measured(ledger, request.work, steps, device_name(device))
     # Estimates put runs in order and are shown in a listing; a single run tells its own pace soon enough.
-    steps = with_times(steps, paces, device if request.dry_run or waiting > 1 else None)
+    steps = with_times(steps, paces, device if request.dry_run or waiting > 1 else None, _threads(request))
     if request.dry_run:
-        print(listing(found, steps, device_name(device), request.jobs))
+        print(listing(found, steps, device_name(device)))
         return 0
     todo = ordered(steps)
     done = len(steps) - len(todo)
-    print(f"{len(found)} rows, {len(steps)} runs: {done} in {ledger.runs}, {len(todo)} to do", flush=True)
+    print(
+        f"{counted(len(found), 'row')}, {counted(len(steps), 'run')}: {done} in {ledger.runs}, {len(todo)} to do",
+        flush=True,
+    )
     if not todo:
         return 0
     deadline = None if request.max_seconds is None else began + request.max_seconds - MARGIN
@@ -206,7 +230,7 @@ def _closing(board: Board) -> None:
     if stopped:
         names = ", ".join(f"{line.step.run.name} ({STATES[line.state]})" for line in stopped[:4])
         more = f" and {len(stopped) - 4} more" if len(stopped) > 4 else ""
-        board.say(f"{len(stopped)} runs are left, {names}{more}; the same command goes on with them")
+        board.say(f"{counted(len(stopped), 'run')} left: {names}{more}; the same command goes on")
 
 
 def command_for(request: Reproduce, place: Place, run: Run) -> str:
@@ -222,22 +246,17 @@ def command_for(request: Reproduce, place: Place, run: Run) -> str:
 
 
 def _job(request: Reproduce, run: Run, command: str, deadline: float | None) -> Job:
-    options: dict[str, Any] = {
-        "data_dir": None if request.data_dir is None else str(request.data_dir.expanduser().resolve()),
-        "download": request.download,
-        "device": request.device,
-        "backend": request.backend,
-        "compile": request.compile,
-        "threads": request.threads or _threads(request),
-        "epochs_until": request.epochs_until,
-        "eval_every": request.eval_every,
-    }
+    options = {**request.options, "threads": _threads(request)}
+    if family_of(run.model) != "recnet":
+        options["backend"] = "auto"  # the others have no recurrence to choose one for
     folder = str((request.work / run.name).resolve())
     return Job(run.name, run.recipe.to_dict(), run.recipe_name, folder, command, options, deadline)
 
 
 def _threads(request: Reproduce) -> int | None:
-    """Cores for each run on the CPU; on a GPU the default does."""
+    """Those asked for, else cores for each run on the CPU; on a GPU the default does."""
+    if request.threads is not None:
+        return request.threads
     if request.engine == "ray":
         return 1  # a task has one core of its node
     on_cpu = choose_device(request.device, Processes()).type == "cpu"
@@ -282,23 +301,27 @@ def _only_one(work: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM is Ctrl-C: the runs under way save before this ends."""
+    """SIGTERM and SIGHUP are Ctrl-C: the runs under way save before this ends."""
 
     def interrupt(number: int, frame: object) -> None:
+        if number == HANG_UP:
+            signal.signal(number, signal.SIG_IGN)  # a terminal that closes may send more than one
         raise KeyboardInterrupt
 
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not the main thread: whoever runs us handles signals
-        yield
-        return
+    before: dict[int, Any] = {}
+    for number in (signal.SIGTERM, HANG_UP):
+        if number is None or signal.getsignal(number) == signal.SIG_IGN:  # Windows, nohup
+            continue
+        with contextlib.suppress(ValueError):  # not the main thread: whoever runs us handles signals
+            before[number] = signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def listing(found: Sequence[Place], steps: Sequence[Step], device: str, jobs: int = 1) -> str:
+def listing(found: Sequence[Place], steps: Sequence[Step], device: str) -> str:
     """The text of --dry-run: every row, with its run's size, state and time."""
     by_name: Mapping[str, Step] = {step.run.name: step for step in steps}
     lines, shown, section = [], set[str](), ("", "")
@@ -319,7 +342,7 @@ def listing(found: Sequence[Place], steps: Sequence[Step], device: str, jobs: in
     todo = ordered(steps)
     total = sum(step.seconds for step in todo)
     lines.append(
-        f"\n{len(found)} rows, {len(steps)} runs, {len(steps) - len(todo)} done; "
+        f"\n{counted(len(found), 'row')}, {counted(len(steps), 'run')}, {len(steps) - len(todo)} done; "
         f"about {duration(total)} on {device}, one run at a time"
     )
     if todo:

@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from recnets.errors import RecNetsError
+from recnets.errors import Misuse, RecNetsError
 from recnets.models.registry import ModelConfig
-from recnets.utils import atomic_write, did_you_mean
+from recnets.utils import atomic_write, did_you_mean, image_sides
 
 FORMAT = "recnets"
 SUFFIX = ".safetensors"
@@ -46,6 +46,21 @@ def config_of(model: nn.Module) -> ModelConfig:
     return replace(config, num_classes=getattr(model, "num_classes", config.num_classes))
 
 
+def check_classes(num_classes: int, metadata: Mapping[str, Any]) -> None:
+    """A ValueError if the metadata name classes, but not one for each output of the classifier, where there is one."""
+    classes = metadata.get("classes")
+    if classes is None or num_classes == 0:
+        return
+    count = len(classes) if isinstance(classes, list | tuple) else repr(classes)
+    if count != num_classes:
+        raise ValueError(f"the metadata name {count} classes, the model has num_classes={num_classes}")
+
+
+def image_size_of(metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """(height, width) of the pictures that weights were trained on; CIFAR's where the metadata do not say."""
+    return image_sides(metadata.get("image_size") or 32)
+
+
 def save_weights(
     path: Path | str, model: nn.Module, metadata: Mapping[str, Any], *, dtype: torch.dtype | None = None
 ) -> None:
@@ -56,7 +71,9 @@ def save_weights(
     that type, e.g. torch.float16 for half the size; loading casts them back to float32.
     """
     model = _unwrapped(model)
-    config = asdict(config_of(model))
+    own = config_of(model)
+    check_classes(own.num_classes, metadata)
+    config = asdict(own)
     config["overrides"] = {k: v for k, v in config["overrides"].items() if k not in MACHINE_OVERRIDES}
     values = {**metadata, "model": config, "parameters": sum(p.numel() for p in model.parameters())}
     header = {key: _to_json(key, value) for key, value in values.items()} | {"format": FORMAT}
@@ -76,7 +93,12 @@ def load_weights(path_or_name: Path | str) -> tuple[nn.Module, dict[str, Any]]:
     """
     path = _resolve(path_or_name)
     metadata, tensors = _read(path)
-    model = model_config(path, metadata).build()
+    config = model_config(path, metadata)
+    try:
+        check_classes(config.num_classes, metadata)
+    except ValueError as error:
+        raise RecNetsError(f"{path} contradicts itself: {error}") from error
+    model = config.build()
     load_tensors(model, tensors, path)
     model.metadata = metadata  # type: ignore[assignment]
     return model.eval(), metadata
@@ -180,7 +202,7 @@ def _resolve(path_or_name: Path | str) -> Path:
     if name in names:
         return PUBLISHED_FOLDER / f"{name}{SUFFIX}"
     known = f"published weights: {', '.join(names)}" if names else "no weights are published in this version"
-    raise RecNetsError(f"{name!r} is neither a weights file nor a run folder{did_you_mean(name, names)} ({known})")
+    raise Misuse(f"{name!r} is neither a weights file nor a run folder{did_you_mean(name, names)} ({known})")
 
 
 def _read(path: Path, *, tensors: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -77,7 +77,10 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise RecNetsError(f"no checkpoint at {path}") from None
     except Exception as error:  # torch raises half a dozen types for a damaged or foreign file
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RecNetsError(f"{path} is not a readable checkpoint: {reason}") from error
+        raise RecNetsError(
+            f"{path} is not a readable checkpoint: it is cut short, damaged or foreign ({reason}); "
+            f"put back a copy of it, or start a new run with another --out than {path.parent}"
+        ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RecNetsError(f"{path} is not a checkpoint of this version of recnets (format {FORMAT})")
     return content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recnets.errors import RecNetsError
+from recnets.errors import Misuse, RecNetsError
+from recnets.training.progress import counted
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,7 @@ def choose_device(name: str, processes: Processes) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda", processes.local_rank)
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise RecNetsError(f"device must be auto, cpu, cuda, cuda:N or mps, got {name!r}") from error
+    device = _device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise RecNetsError(f"--device {name}: torch {torch.__version__} sees no CUDA device here")
@@ -109,8 +108,16 @@ def choose_device(name: str, processes: Processes) -> torch.device:
     return device
 
 
+def _device(name: str) -> torch.device:
+    with contextlib.suppress(RuntimeError):  # torch's, for a name it does not know
+        device = torch.device(name)
+        if device.type in ("cpu", "cuda", "mps"):
+            return device
+    raise Misuse(f"device must be auto, cpu, cuda, cuda:N or mps, got {name!r}")
+
+
 def device_name(device: torch.device) -> str:
     """For people: "NVIDIA H200", "cpu (2 threads)"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+    return f"cpu ({counted(torch.get_num_threads(), 'thread')})" if device.type == "cpu" else device.type

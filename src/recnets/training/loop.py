@@ -26,6 +26,9 @@ from recnets.training.stopwatch import Stopwatch, normalise_seconds
 
 Outcome = Literal["finished", "epochs", "time", "interrupted"]
 DIVERGED = 10.0  # times ln(classes), the loss of a guess: no run comes back from a mean loss above that
+LARGEST = 1e15  # a weight or momentum beyond it is finite still, but the next layers' products are not
+HANG_UP = getattr(signal, "SIGHUP", None)  # Windows has none
+STOPPING = [number for number in (signal.SIGINT, signal.SIGTERM, HANG_UP) if number is not None]
 
 
 class Diverged(RecNetsError):
@@ -33,19 +36,24 @@ class Diverged(RecNetsError):
 
 
 class Interrupts:
-    """Turns the first Ctrl-C or SIGTERM into a flag, so that a step is never cut in half; a second one aborts."""
+    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a flag, so that no step is cut in half; a second one aborts.
+
+    A terminal that closes may send more than one SIGHUP: those never abort.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._previous: dict[int, Any] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is not None and number != HANG_UP:
             raise KeyboardInterrupt
         self.received = number
 
     def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPPING:
+            if number == HANG_UP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             try:
                 self._previous[number] = signal.signal(number, self._note)
             except ValueError:  # not the main thread: whoever runs us handles signals
@@ -125,6 +133,7 @@ class Loop:
             step(batch.images, batch.labels, batch.global_size, *mix)
             self._watch.mark()
             position.step += 1
+            self.display.moved(epoch, position.step)
             if position.step < steps and self._check_is_due():
                 stop = self._check(began, trained_before)
             if self._normalise is None and session.device.type != "mps":
@@ -182,12 +191,11 @@ class Loop:
 
     def _check(self, began: float, trained_before: int) -> Outcome | None:
         """Look at the loss, show it, and save where that is due."""
-        position, loader = self.position, self.session.loader
-        loss, hits, images = self._read_meter()
+        position = self.position
+        loss, _, images = self._read_meter()
         seconds = max(time.monotonic() - began, 1e-9)
         rate = self._images_of(trained_before, position.step) / seconds
-        lr = learning_rate(self.session.recipe, position.epoch, position.step, loader.steps)
-        self.display.step(position.epoch, position.step, loss / images, 100 * hits / images, lr, rate)
+        self.display.measured(position.epoch, position.step, loss / images, rate)
         stop = self._wish_to_stop()
         if stop is None and self.session.processes.from_main(self._checkpoint_is_due()):
             self._save(extra_train_seconds=seconds, extra_images=self._images_of(trained_before, position.step))
@@ -210,7 +218,7 @@ class Loop:
         if self._saved is not None:
             done, at = self._saved
             kept = f"the last good checkpoint stays in {self.folder.checkpoint} (epoch {done + 1}, after {at} steps)"
-        advice = [f"a lower --lr (it was {recipe.lr:g})", "--warmup-epochs 5"]
+        advice = [f"a lower --lr (it was {recipe.lr:g})", f"--warmup-epochs {min(5, recipe.epochs)}"]
         if recipe.precision != "fp32":
             advice.append("--precision fp32")
         return Diverged(
@@ -221,20 +229,25 @@ class Loop:
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def _end_epoch(self) -> None:
-        """Evaluate, write the epoch's line and weights, then the checkpoint that makes them final."""
-        session, position, recipe = self.session, self.position, self.session.recipe
+        """Evaluate, write the epoch's line and weights, then the checkpoint that makes them final.
+
+        Nothing is written of weights or losses that are not finite.
+        """
+        session, position, steps = self.session, self.position, self.session.loader.steps
         loss, hits, images = self._totals
         row: dict[str, Any] = {
             "epoch": position.epoch + 1,
-            "lr": learning_rate(recipe, position.epoch),
+            "lr": learning_rate(session.recipe, position.epoch),
             "train_loss": loss / images,
             "train_accuracy": 100 * hits / images,
         }
-        position.epoch, position.step = position.epoch + 1, 0
+        self._check_weights()
+        improved = self._evaluate(row) if self._evaluation_is_due(row["epoch"]) else False
+        for name, value in row.items():
+            if not math.isfinite(value):
+                raise self._diverged(f"{name} is not a finite number", steps - 1)
+        position.epoch, position.step = row["epoch"], 0
         session.step.meter.reset()
-        improved = False
-        if position.epoch % session.options.eval_every == 0 or position.epoch == recipe.epochs or self._is_last():
-            improved = self._evaluate(row)
         row |= {"images_per_second": self._rate, **self._input_shares()}
         self._add_time()
         row["seconds"] = position.seconds
@@ -249,8 +262,9 @@ class Loop:
         self._save()
         self.display.epoch(row)
 
-    def _is_last(self) -> bool:
-        return self.position.epoch == self.session.options.epochs_until
+    def _evaluation_is_due(self, epoch: int) -> bool:
+        options = self.session.options
+        return epoch % options.eval_every == 0 or epoch in (self.session.recipe.epochs, options.epochs_until)
 
     def _evaluate(self, row: dict[str, Any]) -> bool:
         """Add the accuracies to `row`; True where the validation split finds this the best epoch so far."""
@@ -263,7 +277,7 @@ class Loop:
             val = session.val(session.judged)
             row |= {"val_accuracy": val.accuracy, "val_loss": val.loss}
             if position.best is None or val.accuracy > position.best["accuracy"]:
-                position.best = {"epoch": position.epoch, "accuracy": val.accuracy}
+                position.best = {"epoch": row["epoch"], "accuracy": val.accuracy}
                 improved = True
         row |= {
             "test_accuracy": self.evaluation.accuracy,
@@ -276,7 +290,7 @@ class Loop:
         """Shares of the steps since the last call: the whole input pipeline, and of it what is done between steps."""
         if self.session.device.type == "cuda":
             torch.cuda.synchronize(self.session.device)
-        steps = len(self._watch._marks) / 3
+        steps = self._watch.steps
         fetched, whole = self._watch.read()
         whole = max(whole, 1e-9)
         return {"input_share": (fetched + steps * (self._normalise or 0.0)) / whole, "fetch_share": fetched / whole}
@@ -292,11 +306,21 @@ class Loop:
         self.position.seconds += now - self._clock
         self._clock = now
 
+    def _check_weights(self) -> None:
+        """Raise, in every process, where weights or momentum are beyond use in one of them."""
+        session, step = self.session, self.session.step
+        tensors = [*session.model.state_dict().values(), *momentum_buffers(step.optimizer)]
+        largest = _largest([*tensors, *(step.average.tensors() if step.average is not None else [])])
+        bad = 0 if largest < LARGEST else 1 if math.isfinite(largest) else 2  # a comparison with nan is false
+        bad = session.processes.largest([bad], session.device)[0]
+        if bad:
+            what = "the weights are not finite numbers" if bad == 2 else f"weights or momentum exceed {LARGEST:g}"
+            raise self._diverged(what, max(self.position.step - 1, 0))
+
     def _save(self, extra_train_seconds: float = 0.0, extra_images: int = 0) -> None:
         """Write the checkpoint, never over a good one with weights that are not finite."""
         session, position, step = self.session, self.position, self.session.step
-        if not _all_finite([*session.model.state_dict().values(), *momentum_buffers(step.optimizer)]):
-            raise self._diverged("the weights are not finite numbers", max(position.step - 1, 0))
+        self._check_weights()
         meter = step.meter
         totals = [session.processes.total(t.clone()) for t in (meter.loss, meter.hits, meter.images)]
         totals += [meter.steps, meter.first_bad]
@@ -309,7 +333,8 @@ class Loop:
         self._saved_at, self._saved = time.monotonic(), (position.epoch, position.step)
 
 
-def _all_finite(tensors: list[Tensor]) -> bool:
+def _largest(tensors: list[Tensor]) -> float:
+    """The largest magnitude; nan where there is one."""
     floating = [t for t in tensors if t.is_floating_point() and t.numel() > 0]
     norms = torch._foreach_norm(floating, ord=math.inf)
-    return bool(torch.isfinite(torch.stack([n.float() for n in norms])).all())
+    return float(torch.stack([n.float() for n in norms]).max())

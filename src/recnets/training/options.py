@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from recnets.ops.dispatch import BACKENDS
+from recnets.utils import choose
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -19,7 +22,7 @@ class RunOptions:
     device: str = "auto"
     """cpu, cuda, cuda:1, mps; auto takes a GPU if there is one."""
     backend: str = "auto"
-    """Implementation of the recurrence: auto, torch, triton, ..."""
+    """Implementation of the recurrence: auto, torch or triton."""
     compile: bool = False
     """Compile the model with torch.compile."""
     graph: Literal["auto", "on", "off"] = "auto"
@@ -49,6 +52,7 @@ class RunOptions:
     """Write RUN/report.html at the end."""
 
     def __post_init__(self) -> None:
+        choose(self.backend, BACKENDS, "backend")
         for name in ("threads", "epochs_until", "checkpoint_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -60,3 +64,5 @@ class RunOptions:
             raise ValueError(f"max_seconds must be greater than 0, got {self.max_seconds}")
         if self.checkpoint_seconds <= 0:
             raise ValueError(f"checkpoint_seconds must be greater than 0, got {self.checkpoint_seconds}")
+        if not 0 <= self.max_bad <= 1:
+            raise ValueError(f"max_bad is a share from 0 to 1, got {self.max_bad}")

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from recnets.errors import RecNetsError
+from recnets.errors import Misuse
 from recnets.utils import did_you_mean
 
 
@@ -60,6 +60,7 @@ Precision = Literal["fp32", "tf32", "bf16"]
 Granularity = Literal["step", "epoch"]
 Decay = Literal["all", "weights"]
 Init = Literal["model", "torch"]
+SEED_BITS = {"seed": 63, "split_seed": 32}  # what torch's and numpy's generators take
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Recipe:
     model_options: ModelOptions = field(default_factory=dict)
     """Overrides for the model, KEY=VALUE each: e=8 head=hidden nonlinearity=relu."""
     image_size: int | None = None
-    """Resize the pictures of a folder to this many pixels a side."""
+    """Resize the pictures to this many pixels a side; by default the data set's own size, 32 for a folder."""
     val: int = 0
     """Hold out this many training images; they, not the test set, then choose best.safetensors."""
     split_seed: int = 0
@@ -141,8 +142,10 @@ class Recipe:
         _check_types(self)
         for name in ("epochs", "batch_size"):
             _check(self, name, lambda v: v >= 1, "at least 1")
-        for name in ("val", "pad", "seed", "split_seed"):
+        for name in ("val", "pad"):
             _check(self, name, lambda v: v >= 0, "0 or more")
+        for name, bits in SEED_BITS.items():
+            _check(self, name, lambda v, bits=bits: 0 <= v < 2**bits, f"0 or more and less than 2**{bits}")
         _check(self, "image_size", lambda v: v is None or v >= 1, "at least 1")
         _check(self, "lr", lambda v: v > 0, "greater than 0")
         _check(self, "min_lr", lambda v: 0 <= v <= self.lr, f"between 0 and lr ({self.lr})")
@@ -177,7 +180,9 @@ _NUMBERS = (int, float)
 
 def _check(recipe: Recipe, name: str, good: Any, expected: str) -> None:
     value = getattr(recipe, name)
-    if (isinstance(value, float) and not math.isfinite(value)) or not good(value):
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if not good(value):
         raise ValueError(f"{name} must be {expected}, got {value!r}")
 
 
@@ -210,11 +215,11 @@ def recipe_from_dict(values: Mapping[str, Any], *, source: str = "recipe") -> Re
     known = {f.name for f in dataclasses.fields(Recipe)}
     for name in values:
         if name not in known:
-            raise RecNetsError(f"{source}: unknown setting {name!r}{did_you_mean(name, known)}")
+            raise Misuse(f"{source}: unknown setting {name!r}{did_you_mean(name, known)}")
     try:
         return Recipe(**values)
     except (TypeError, ValueError) as error:
-        raise RecNetsError(f"{source}: {error}") from error
+        raise Misuse(f"{source}: {error}") from error
 
 
 def recipe_names() -> list[str]:
@@ -235,14 +240,14 @@ def load_recipe(name_or_path: str | Path, **overrides: Any) -> Recipe:
     elif Path(name).is_file():
         text = Path(name).read_text(encoding="utf-8")
     else:
-        raise RecNetsError(
+        raise Misuse(
             f"no recipe {name!r}: neither a file nor one of {', '.join(recipe_names())}"
             f"{did_you_mean(name, recipe_names())}"
         )
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise RecNetsError(f"recipe {name}: not valid TOML: {error}") from error
+        raise Misuse(f"recipe {name}: not valid TOML: {error}") from error
     return recipe_from_dict({**values, **overrides}, source=f"recipe {name}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import shlex
 import sys
 import time
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recnets.data import DataSet, load_dataset
-from recnets.errors import RecNetsError
+from recnets.errors import Misuse, RecNetsError
 from recnets.training.checkpoint import Position, check_same_run, fingerprint, load_checkpoint, restore
 from recnets.training.distributed import Processes, choose_device, device_name, join_processes, leave_processes
-from recnets.training.loop import Interrupts, Loop, Outcome
+from recnets.training.loop import Diverged, Interrupts, Loop, Outcome
 from recnets.training.options import RunOptions
-from recnets.training.progress import Display, duration
+from recnets.training.progress import Display, counted, duration
 from recnets.training.recipe import Recipe
 from recnets.training.report import write_report
-from recnets.training.run_folder import RunFolder, default_run_path
+from recnets.training.run_folder import RunFolder, default_run_path, to_json
 from recnets.training.session import Session, build_session
 from recnets.utils import atomic_write, git_commit, require, versions
 
@@ -69,12 +69,13 @@ def train(
     try:
         path = Path(processes.from_main(str(out if out is not None else default_run_path(recipe))))
         folder = RunFolder(path)
-        if folder.holds_run and not resume:
-            raise RecNetsError(f"{path} already holds a run: resume it with --resume {path}, or choose another --out")
+        folder.check(resume)
+        if options.tensorboard:
+            require("tensorboard", "tensorboard")
         device = choose_device(options.device, processes)
         if data is None:
             data = _load(recipe, options, processes)
-        torch.set_num_threads(options.threads or _fitting_threads(recipe, data))
+        torch.set_num_threads(options.threads or fitting_threads(recipe.batch_size, data.image_size))
         session = build_session(recipe, options, data, device, processes)
         if processes.main:
             folder.claim()
@@ -95,10 +96,9 @@ def train(
         leave_processes(processes)
 
 
-def _fitting_threads(recipe: Recipe, data: DataSet) -> int:
+def fitting_threads(batch_size: int, image_size: tuple[int, int]) -> int:
     """One for tiny batches: there, threads mostly wait for each other, and on a busy machine they do so for long."""
-    height, width = data.image_size
-    return 1 if recipe.batch_size * height * width < TINY_BATCH else torch.get_num_threads()
+    return 1 if batch_size * math.prod(image_size) < TINY_BATCH else torch.get_num_threads()
 
 
 def _load(recipe: Recipe, options: RunOptions, processes: Processes) -> DataSet:
@@ -119,7 +119,7 @@ def _load(recipe: Recipe, options: RunOptions, processes: Processes) -> DataSet:
         processes.wait()
         return data if processes.main else load()
     except ValueError as error:
-        raise RecNetsError(str(error)) from error
+        raise Misuse(str(error)) from error
 
 
 def _run(
@@ -154,6 +154,9 @@ def _run(
         console, recipe.epochs, session.loader.steps, position.epoch * session.loader.steps + position.step
     )
     display.say(_opening(session, folder, position), style="bold")
+    if (session.options.epochs_until or 0) > recipe.epochs:
+        asked, whole = session.options.epochs_until, counted(recipe.epochs, "epoch")
+        display.say(f"--epochs-until {asked} changes nothing: the recipe ends after {whole}")
     log = _tensorboard(folder, position) if session.options.tensorboard and main else None
     loop = Loop(
         session,
@@ -168,11 +171,13 @@ def _run(
     )
     try:
         outcome = loop.run()
+        summary = _finish(loop, origin) if outcome in ("finished", "epochs") else None
+    except Diverged:
+        raise
+    except (RecNetsError, OSError) as error:  # a full disk, say: the last checkpoint is whole
+        raise RecNetsError(f"{error}; once that is mended, {_go_on(folder)}") from error
     finally:
         display.close()
-    summary = None
-    if outcome in ("finished", "epochs"):
-        summary = _finish(loop, origin)
     _closing(display, folder, outcome, position, summary, session)
     return TrainResult(folder.path, outcome, summary, position.history)
 
@@ -185,6 +190,7 @@ def _metadata(session: Session, origin: dict[str, Any]) -> dict[str, Any]:
         "normalisation": {"mean": list(data.mean), "std": list(data.std)},
         "image_size": list(data.image_size),
         "recipe": recipe.to_dict(),
+        "max_bad": session.options.max_bad,
         "seed": recipe.seed,
         **{key: origin[key] for key in ("command", "commit", "versions")},
     }
@@ -219,7 +225,7 @@ def _finish(loop: Loop, origin: dict[str, Any]) -> dict[str, Any]:
     if session.processes.main:
         if session.options.report:
             write_report(folder.report, session.recipe, session.data, summary, position.history, evaluation)
-        atomic_write(folder.summary, json.dumps(summary, indent=2) + "\n")
+        atomic_write(folder.summary, to_json(summary, indent=2) + "\n")
     return summary
 
 
@@ -229,7 +235,6 @@ def _typical(values: list[float]) -> float | None:
 
 
 def _tensorboard(folder: RunFolder, position: Position) -> Callable[[dict[str, Any]], None]:
-    require("tensorboard", "tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder.path / "tensorboard"), purge_step=position.epoch + 1)
@@ -250,10 +255,16 @@ def _opening(session: Session, folder: RunFolder, position: Position) -> str:
         f"{session.recipe.model} ({parameters:,} parameters) on {session.recipe.data} "
         f"({len(session.data.train):,} images), {device_name(session.device)}, in {folder.path}"
     )
-    if position.epoch or position.step:
+    if position.epoch == session.recipe.epochs:
+        text += f"; it ended after {counted(position.epoch, 'epoch')}, nothing is left to train"
+    elif position.epoch or position.step:
         where = f"step {position.step} of {steps} in " if position.step else ""
         text += f"; going on from {where}epoch {position.epoch + 1}"
     return text
+
+
+def _go_on(folder: RunFolder) -> str:
+    return f"go on with: recnet train --resume {shlex.quote(str(folder.path))}"
 
 
 def _closing(
@@ -266,7 +277,7 @@ def _closing(
 ) -> None:
     if summary is not None:
         display.say(
-            f"test accuracy {summary['final_accuracy']:.2f} % after {position.epoch} epochs in "
+            f"test accuracy {summary['final_accuracy']:.2f} % after {counted(position.epoch, 'epoch')} in "
             f"{duration(position.seconds)} ({summary['images_per_second']:,.0f} images/s)",
             style="bold green",
         )
@@ -277,4 +288,4 @@ def _closing(
         at = f"epoch {position.epoch + 1}, step {position.step} of {session.loader.steps}"
         if position.step == 0:
             at = f"the end of epoch {position.epoch}"
-        display.say(f"{reason} at {at}; go on with: recnet train --resume {shlex.quote(str(folder.path))}")
+        display.say(f"{reason} at {at}; {_go_on(folder)}")

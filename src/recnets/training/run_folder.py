@@ -55,6 +55,14 @@ def _toml_value(value: Any) -> str:
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def to_json(values: Mapping[str, Any], indent: int | None = None) -> str:
+    """JSON that every program reads: NaN and infinity, words of Python's own, are an error."""
+    try:
+        return json.dumps(values, indent=indent, allow_nan=False)
+    except ValueError as error:
+        raise RecNetsError(f"a result is not a finite number: {values}") from error
+
+
 def default_run_path(recipe: Recipe, root: Path = Path("runs")) -> Path:
     """runs/DATE-TIME-MODEL-DATA, not taken yet."""
     data = recipe.data.removeprefix("folder:").rstrip("/").split("/")[-1]
@@ -79,11 +87,45 @@ class RunFolder:
         self.best = self.path / "best.safetensors"
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.html"
+        self.files = (
+            self.config, self.checkpoint, self.metrics, self.last, self.best, self.summary, self.report
+        )  # fmt: skip
         self._lock: IO[str] | None = None
 
     @property
     def holds_run(self) -> bool:
-        return self.config.exists() or self.checkpoint.exists()
+        """Is there a config.toml that a run wrote?"""
+        try:
+            return isinstance(self.read_config().get("recipe"), dict)
+        except RecNetsError:
+            return False
+
+    def check(self, resume: bool) -> None:
+        """Refuse, before anything is touched, a folder in which a run would write over what it cannot go on with."""
+        if resume and self.checkpoint.exists():
+            return
+        if not self.holds_run:
+            taken = [file for file in self.files if file.exists()]
+            if taken:
+                raise RecNetsError(
+                    f"{taken[0]} is in the way: a run would write over it, and {self.path} holds no run to go on with; "
+                    "move it away, or choose another --out"
+                )
+        elif not resume:
+            raise RecNetsError(
+                f"{self.path} already holds a run: resume it with --resume {self.path}, or choose another --out"
+            )
+        elif self._trained():
+            raise RecNetsError(
+                f"{self.checkpoint} is missing, so the run in {self.path} cannot go on, and a fresh start would write "
+                "over its results; put the file back, or start a new run with another --out"
+            )
+
+    def _trained(self) -> bool:
+        """Is there anything to lose? A run that was killed before its first checkpoint has only begun."""
+        begun = any(session.get("epoch") or session.get("step") for session in self.read_sessions())
+        written = any(file.exists() for file in (self.last, self.best, self.summary, self.report))
+        return begun or written or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
     def claim(self) -> None:
         """Make the folder, lock it until `release` or the end of the process, and sweep what a kill left behind."""
@@ -103,8 +145,9 @@ class RunFolder:
                 self._lock.close()
                 self._lock = None
                 raise RecNetsError(f"another process is training in {self.path}") from error
-        for leftover in self.path.glob(".*.tmp"):
-            leftover.unlink(missing_ok=True)
+        for file in self.files:
+            for leftover in self.path.glob(f".{file.name}.*.tmp"):  # of `atomic_write`
+                leftover.unlink(missing_ok=True)
 
     def release(self) -> None:
         if self._lock is not None:
@@ -123,11 +166,23 @@ class RunFolder:
 
     def read_recipe(self) -> Recipe:
         """The recipe that the run was started with."""
-        return recipe_from_dict(self.read_config().get("recipe", {}), source=str(self.config))
+        recipe = self.read_config().get("recipe")
+        if not isinstance(recipe, dict):
+            raise RecNetsError(
+                f"{self.config} is no run's: it has no table [recipe]; start a run with another --out than {self.path}"
+            )
+        return recipe_from_dict(recipe, source=str(self.config))
+
+    def read_sessions(self) -> list[dict[str, Any]]:
+        """When, where and how the run was carried out so far."""
+        sessions = self.read_config().get("session", [])
+        if not isinstance(sessions, list) or not all(isinstance(session, dict) for session in sessions):
+            raise RecNetsError(f"{self.config} is no run's: its sessions are {sessions!r}")
+        return sessions
 
     def read_options(self) -> RunOptions:
         """The options of the last session, but for those that ended it."""
-        sessions = self.read_config().get("session", [])
+        sessions = self.read_sessions()
         found = dict(sessions[-1].get("options", {})) if sessions else {}
         names = {f.name for f in dataclasses.fields(RunOptions)} - {"max_seconds", "epochs_until"}
         values = {name: value for name, value in found.items() if name in names}
@@ -140,17 +195,17 @@ class RunFolder:
 
     def write_config(self, recipe: Recipe, session: Mapping[str, Any]) -> None:
         """The recipe, and `session` (when, where, how) added to those before it."""
-        sessions = list(self.read_config().get("session", [])) if self.config.exists() else []
+        sessions = self.read_sessions() if self.config.exists() else []
         values = {"recipe": recipe.to_dict(), "session": [*sessions, dict(session)]}
         atomic_write(self.config, "# Written by recnet train; --resume reads it.\n" + to_toml(values))
 
     def rewrite_metrics(self, history: Sequence[Mapping[str, Any]]) -> None:
         """metrics.jsonl as the checkpoint knows it: what was written after it will be trained again."""
-        atomic_write(self.metrics, "".join(json.dumps(row) + "\n" for row in history))
+        atomic_write(self.metrics, "".join(to_json(row) + "\n" for row in history))
 
     def add_metrics(self, row: Mapping[str, Any]) -> None:
         try:
             with open(self.metrics, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(to_json(row) + "\n")
         except OSError as error:
             raise RecNetsError(f"cannot write {self.metrics}: {error.strerror or error}") from error

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from recnets.data import Augment, DataSet, EpochLoader
-from recnets.errors import RecNetsError
+from recnets.errors import Misuse
 from recnets.layers import CRC, convert_sync_batchnorm
 from recnets.models import create_model
 from recnets.training.distill import load_teacher
@@ -53,7 +53,9 @@ def build_session(
     """Everything fresh and seeded; the same on every process."""
     _set_precision(recipe, device)
     torch.manual_seed(recipe.seed)
-    model = build_model(recipe, options, data).to(device).train()
+    model = build_model(recipe, options, data).to(device)
+    _check_fit(model, data, device)
+    model.train()
     if recipe.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if recipe.sync_batchnorm:
@@ -112,11 +114,20 @@ def build_model(recipe: Recipe, options: RunOptions, data: DataSet) -> nn.Module
         model = create_model(recipe.model, num_classes=data.num_classes, in_channels=data.in_channels, **overrides)
     except (TypeError, ValueError) as error:
         if overrides and isinstance(error, TypeError):
-            raise RecNetsError(f"{recipe.model} cannot be built with {overrides}: {error}") from error
-        raise RecNetsError(str(error)) from error
+            raise Misuse(f"{recipe.model} cannot be built with {overrides}: {error}") from error
+        raise Misuse(str(error)) from error
     if recipe.init == "torch":
         model.apply(_as_torch_does)
     return model
+
+
+@torch.no_grad()
+def _check_fit(model: nn.Module, data: DataSet, device: torch.device) -> None:
+    """Run one blank picture: what is too small for the model is found before anything is written."""
+    try:
+        model.eval()(torch.zeros(1, data.in_channels, *data.image_size, device=device))
+    except ValueError as error:
+        raise Misuse(str(error)) from error
 
 
 @torch.no_grad()
@@ -132,7 +143,7 @@ def _as_torch_does(module: nn.Module) -> None:
 def _build_loader(recipe: Recipe, data: DataSet, device: torch.device, processes: Processes) -> EpochLoader:
     last = len(data.train) % recipe.batch_size or recipe.batch_size
     if min(last, recipe.batch_size) < processes.world:
-        raise RecNetsError(
+        raise Misuse(
             f"with batches of {recipe.batch_size}, the last one of {len(data.train)} images has {last}: fewer than "
             f"the {processes.world} processes; choose another batch_size"
         )
@@ -156,7 +167,9 @@ def _wrap(
     """For several processes and for torch.compile; the plain model stays what is saved."""
     forward: nn.Module = model
     if processes.world > 1:
-        forward = nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+        idle = any(crc.recurrent and crc.d == 1 for crc in model.modules() if isinstance(crc, CRC))  # their W_h
+        devices = [device] if device.type == "cuda" else None
+        forward = nn.parallel.DistributedDataParallel(model, device_ids=devices, find_unused_parameters=idle)
     if options.compile:
         # An epoch has two batch sizes at most: two compilations, and no symbolic shapes.
         return torch.compile(forward, dynamic=False)
@@ -166,7 +179,7 @@ def _wrap(
 def _use_graph(options: RunOptions, device: torch.device, processes: Processes) -> bool:
     possible = device.type == "cuda" and processes.world == 1
     if options.graph == "on" and not possible:
-        raise RecNetsError("--graph on needs one process on a CUDA device; use --graph auto")
+        raise Misuse("--graph on needs one process on a CUDA device; use --graph auto")
     return possible and options.graph != "off"
 
 

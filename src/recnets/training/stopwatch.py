@@ -26,6 +26,11 @@ class Stopwatch:
         event.record()
         self._marks.append(event)
 
+    @property
+    def steps(self) -> int:
+        """Whole steps since the last reading."""
+        return len(self._marks) // 3
+
     def read(self) -> tuple[float, float]:
         """Seconds of (input, whole steps) since the last reading. The device must have been waited for."""
         triples = [self._marks[i : i + 3] for i in range(0, len(self._marks) - 2, 3)]

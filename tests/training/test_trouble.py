@@ -1,0 +1,177 @@
+"""What goes wrong leaves nothing wrong behind: results are never written over, nor anything that is not finite."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from recnets.cli.main import main
+from recnets.data import DataSet
+from recnets.errors import Misuse, RecNetsError
+from recnets.training import Diverged, Evaluator, Recipe, RunFolder, RunOptions, train
+from recnets.training.checkpoint import load_checkpoint
+from recnets.training.loop import Interrupts
+from recnets.training.step import TrainStep
+
+Make = Callable[..., Recipe]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("epochs", [1, 3], ids=["stopped", "finished"])
+def test_a_resume_without_its_checkpoint_touches_nothing(
+    tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions, epochs: int
+) -> None:
+    first = dataclasses.replace(options, epochs_until=epochs)
+    folder = train(make_recipe(), out=tmp_path / "run", data=stripes_data, options=first).folder
+    (folder / "checkpoint.pt").unlink()
+    before = contents(folder)
+    with pytest.raises(RecNetsError, match=r"checkpoint.pt is missing.*put the file back, or start a new run"):
+        train(make_recipe(), out=folder, resume=True, data=stripes_data, options=options)
+    assert contents(folder) == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(
+    tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.claim()
+    folder.write_config(make_recipe(), {"epoch": 0, "step": 0})
+    folder.rewrite_metrics([])
+    folder.release()
+    assert train(make_recipe(), out=folder.path, resume=True, data=stripes_data, options=options).outcome == "finished"
+
+
+def test_nothing_is_written_over_in_a_folder_of_others(
+    tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions
+) -> None:
+    (tmp_path / "report.html").write_text("my own")
+    before = contents(tmp_path)
+    with pytest.raises(RecNetsError, match=r"report.html is in the way"):
+        train(make_recipe(), out=tmp_path, data=stripes_data, options=options)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("value", [float("inf"), 1e20])
+def test_broken_weights_are_never_published(
+    tmp_path: Path,
+    stripes_data: DataSet,
+    make_recipe: Make,
+    options: RunOptions,
+    monkeypatch: pytest.MonkeyPatch,
+    value: float,
+) -> None:
+    """Broken in the last step of the second epoch, after its loss: only the first epoch is there."""
+    original, seen = TrainStep.__call__, [0]
+
+    def call(self: TrainStep, *args: object) -> None:
+        original(self, *args)  # type: ignore[arg-type]
+        seen[0] += 1
+        if seen[0] == 10:
+            with torch.no_grad():
+                next(self.model.parameters())[0] = value
+
+    monkeypatch.setattr(TrainStep, "__call__", call)
+    with pytest.raises(Diverged, match=r"at step 9 \(epoch 2, step 4 of 5\).*\(epoch 2, after 0 steps\)"):
+        train(make_recipe(), out=tmp_path / "run", data=stripes_data, options=options)
+    folder = RunFolder(tmp_path / "run")
+    assert [json.loads(line)["epoch"] for line in folder.metrics.read_text().splitlines()] == [1]
+    assert load_checkpoint(folder.checkpoint)["position"]["epoch"] == 1
+    monkeypatch.undo()
+    train(make_recipe(), out=folder.path, resume=True, data=stripes_data, options=options)
+
+
+def test_a_test_loss_that_is_no_number_ends_the_run(
+    tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Evaluator.__call__
+    monkeypatch.setattr(
+        Evaluator, "__call__", lambda self, model: dataclasses.replace(original(self, model), loss=float("nan"))
+    )
+    with pytest.raises(Diverged, match=r"test_loss is not a finite number .*after 0 steps"):
+        train(make_recipe(), out=tmp_path / "run", data=stripes_data, options=options)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+    assert not (tmp_path / "run" / "last.safetensors").exists()
+
+
+def test_one_step_that_blows_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The only loss is that of the initial weights, which is fine."""
+    settings = ["--model", "RecNet(1, 2, 2, 1, 1)", "--batch-size", "2000", "--lr", "1e30", "--weight-decay", "0"]
+    words = ["train", *settings, "--epochs", "3", "--eval-every", "3", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(words) == 1
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "diverged" in shown
+    assert "(epoch 1, after 0 steps)" in shown
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "config.toml", "metrics.jsonl", "checkpoint.pt"}
+
+
+def test_pictures_too_small_for_the_model_leave_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--image-size", "2", "--out", str(tmp_path / "run"), "--device", "cpu"]) == 2
+    assert "needs at least 4×4 pixels, got 2×2" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_says_how_to_go_on(
+    tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise RecNetsError("cannot write last.safetensors: No space left on device")
+
+    folder = tmp_path / "my run"
+    with monkeypatch.context() as patch:
+        patch.setattr("recnets.training.loop.save_weights", full)
+        with pytest.raises(RecNetsError, match=f"No space left on device; .* go on with: .*--resume '{folder}'"):
+            train(make_recipe(), out=folder, data=stripes_data, options=options)
+    assert train(make_recipe(), out=folder, resume=True, data=stripes_data, options=options).outcome == "finished"
+
+
+@pytest.mark.parametrize("share", [0.001, 0.5, 0.99])
+def test_a_checkpoint_cut_short_is_named(
+    tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions, share: float
+) -> None:
+    first = dataclasses.replace(options, epochs_until=1)
+    folder = train(make_recipe(), out=tmp_path / "run", data=stripes_data, options=first).folder
+    path = folder / "checkpoint.pt"
+    os.truncate(path, int(share * path.stat().st_size))
+    with pytest.raises(RecNetsError, match=r"run/checkpoint.pt is not a readable.*put back a copy.* another --out"):
+        train(make_recipe(), out=folder, resume=True, data=stripes_data, options=options)
+
+
+def test_unknown_names_are_misuse(
+    tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions
+) -> None:
+    for recipe, device in ((make_recipe(model="recnt"), "cpu"), (make_recipe(), "gpu"), (make_recipe(), "meta")):
+        with pytest.raises(Misuse):
+            train(recipe, out=tmp_path / "run", data=stripes_data, options=dataclasses.replace(options, device=device))
+    with pytest.raises(Misuse, match="unknown data set 'moon'"):
+        train(make_recipe(data="moon"), out=tmp_path / "run", options=options)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGHUP")
+def test_a_terminal_that_closes_never_aborts() -> None:
+    """It may send SIGHUP more than once; `nohup` has it ignored, and that stays so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with Interrupts() as interrupts:
+            note = signal.getsignal(signal.SIGHUP)
+            assert callable(note)
+            note(signal.SIGHUP, None)
+            note(signal.SIGHUP, None)
+            assert interrupts.received == signal.SIGHUP
+            with pytest.raises(KeyboardInterrupt):
+                note(signal.SIGINT, None)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with Interrupts():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
