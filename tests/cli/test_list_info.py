@@ -8,6 +8,8 @@ import pytest
 
 from recnets import list_models
 from recnets.cli.main import main
+from recnets.deploy import squeeze
+from recnets.models import load_weights, save_weights
 
 
 def run(capsys, *arguments):
@@ -97,6 +99,31 @@ def test_info_of_the_papers_notation(capsys):
     result = json.loads(run(capsys, "info", "RecNet(2, 3, 4)", "--num-classes", "5", "--json"))
     assert (result["e"], result["s"], result["d"]) == (2, [3], [4])
     assert result["paper_parameters"] is None
+
+
+def test_info_of_a_file_and_of_a_run(capsys, tmp_path):
+    model, metadata = load_weights("recnet_60_480.cifar100")
+    small = squeeze(model)
+    about = {"dataset": "cifar100", "image_size": [16, 16], "squeezed": {"parameters_before": metadata["parameters"]}}
+    save_weights(tmp_path / "last.safetensors", small, about)
+    for source in (tmp_path, tmp_path / "last.safetensors"):
+        text = run(capsys, "info", str(source))
+        assert "RecNet-60-480" in text
+        assert f"{sum(p.numel() for p in small.parameters()):,}" in text
+        assert "from 285,740 parameters" in text
+        found = json.loads(run(capsys, "info", str(source), "--json"))
+        assert found["layers"][0]["out_size"] == [16, 16]
+        assert found["weights"] == [{"name": str(source), "dataset": "cifar100", "accuracy": None}]
+    assert main(["info", str(tmp_path), "--num-classes", "3"]) == 2
+    assert "holds trained weights, whose network is what it is: leave out --num-classes" in capsys.readouterr().err
+
+
+def test_a_networks_name_comes_before_a_folder_of_that_name(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recnet_60_480").mkdir()
+    assert "285,740" in run(capsys, "info", "recnet_60_480")
+    assert main(["info", "runs/absent"]) in (1, 2)
+    assert "'runs/absent' is neither a weights file nor a run folder" in capsys.readouterr().err
 
 
 def test_info_says_what_is_guessed(capsys):

@@ -40,3 +40,16 @@ def trained() -> Callable[..., nn.Module]:
         return settle(create_model(name, **overrides), dead)
 
     return build
+
+
+@pytest.fixture
+def snapshot() -> Callable[[nn.Module], dict[str, object]]:
+    """`snapshot(model)`: every mode, gradient flag, value and number of hooks, to compare before and after."""
+
+    def take(model: nn.Module) -> dict[str, object]:
+        modules = {name: (m.training, len(m._forward_hooks)) for name, m in model.named_modules()}
+        gradients = {name: p.requires_grad for name, p in model.named_parameters()}
+        values = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+        return {"modules": modules, "gradients": gradients, "values": values}
+
+    return take

@@ -7,6 +7,7 @@ import csv
 import pytest
 import torch
 
+from recnets.cli.bench import _model as named
 from recnets.cli.main import main
 from recnets.deploy.bench import has_openvino, plain, sizes
 from recnets.deploy.export import size_limit
@@ -14,7 +15,7 @@ from recnets.deploy.int8 import to_int8
 from recnets.deploy.liveness import multiply_adds, peak_bytes
 from recnets.deploy.onnx import graph_of, to_onnx
 from recnets.models import load_weights, save_weights
-from recnets.models.profile import count_macs
+from recnets.models.profile import count_macs, count_parameters
 
 onnx = pytest.importorskip("onnx", reason="the extra 'export' is not installed")
 for _name in ("onnxscript", "onnxruntime"):
@@ -94,6 +95,25 @@ def test_command_writes_a_table_of_all_ways(trained, tmp_path, capsys):
     live = {row["way"]: int(row["live_bytes"]) for row in rows}
     assert 0 < live["ONNX 8 bits"] < live["ONNX stream"]
     assert live["ONNX squeezed"] <= live["ONNX concat"]
+
+
+def test_names_as_info_takes_them(trained, tmp_path):
+    save_weights(tmp_path / "last.safetensors", trained("RecNet(2, 4, 2)"), {})
+    for name in ("recnet_60_480", "RecNet-60-480", "RecNet(4, 8, 8, 8, 5, 10, 15)", "recnet_60_480.cifar100"):
+        assert count_parameters(named(name)) == 285_740
+    assert named(str(tmp_path)).num_classes == 10
+
+
+def test_wrong_use_is_noticed_before_the_work(tmp_path, capsys):
+    for options, status, message in (
+        (["--out", str(tmp_path / "absent" / "a.csv")], 1, "there is no folder"),
+        (["--out", str(tmp_path / "absent" / "a.csv"), "--sizes"], 1, "there is no folder"),
+        (["--patience", "-1"], 2, "patience must be at least 0, got -1"),
+    ):
+        assert main(["bench", "recnet_60_480", *options]) == status
+        captured = capsys.readouterr()
+        assert message in captured.err
+        assert captured.out == ""
 
 
 @pytest.mark.slow

@@ -61,6 +61,33 @@ def test_refuses_to_lose_predictions(source, tmp_path, capsys):
     assert not out.exists()
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_folders_with_unreadable_pictures_as_in_training(trained, tmp_path, capsys, known):
+    """What share of a folder may be bad is what training allowed, or --max-bad."""
+    image = pytest.importorskip("PIL.Image", reason="pictures need the extra 'data'")
+    for name in ("cat", "dog"):
+        for i in range(10):
+            path = tmp_path / "pictures" / name / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.new("RGB", (8, 8), (25 * i,) * 3).save(path)
+        (path.parent / "broken.png").write_text("no picture")
+    metadata = {"recipe": {"data": f"folder:{tmp_path / 'pictures'}"}, "classes": ["cat", "dog"], "image_size": [8, 8]}
+    metadata["normalisation"] = {"mean": [0.5] * 3, "std": [0.2] * 3}
+    source, out = tmp_path / "net.safetensors", tmp_path / "small.safetensors"
+    save_weights(source, trained("RecNet(2, 4, 2)", num_classes=2), metadata | ({"max_bad": 0.5} if known else {}))
+    options = [] if known else ["--max-bad", "0.5"]
+    assert main(["squeeze", str(source), "--out", str(out), *options]) in (0, None), capsys.readouterr().err
+    assert known or main(["squeeze", str(source), "--out", str(out)]) == 1
+
+
+def test_a_place_that_cannot_be_written(source, tmp_path, capsys):
+    assert main(["squeeze", str(source), "--out", str(tmp_path / "absent" / "small.safetensors")]) == 1
+    captured = capsys.readouterr()
+    assert "there is no folder" in captured.err
+    assert captured.out == ""
+    assert main(["squeeze", str(source), "--out", str(tmp_path / "x.safetensors"), "--max-changed", "-1"]) == 2
+
+
 def test_needs_to_know_the_data(trained, tmp_path, capsys):
     path = tmp_path / "bare.safetensors"
     save_weights(path, trained(), {})

@@ -7,9 +7,11 @@ import json
 import pytest
 import torch
 
+from recnets import create_model
 from recnets.cli.main import main
-from recnets.deploy import export, squeeze
-from recnets.deploy.export import check, size_limit
+from recnets.deploy import export, openvino, optimize, squeeze
+from recnets.deploy.export import SUFFIXES, check, size_limit
+from recnets.deploy.onnx import graph_of
 from recnets.deploy.unrolled import SCALES, TRANSITIONS, Unrolled
 from recnets.errors import RecNetsError
 from recnets.models import save_weights
@@ -85,13 +87,107 @@ def test_openvino(trained, onnx, tmp_path):
 
 
 @pytest.mark.slow
+def test_openvino_that_disagrees_leaves_the_old_files(trained, onnx, tmp_path, monkeypatch):
+    pytest.importorskip("openvino", reason="the extra 'openvino' is not installed")
+    old = {name: tmp_path / name for name in ("net.xml", "net.bin")}
+    for path in old.values():
+        path.write_text("old")
+    monkeypatch.setattr(openvino.Session, "__call__", lambda self, x: torch.zeros(len(x), 10) + 1e3)
+    with pytest.raises(RecNetsError, match="differs from PyTorch by"):
+        export(trained("RecNet(2, 4, 2)"), old["net.xml"], format="openvino", transition="stream", image_size=8)
+    assert [path.read_text() for path in old.values()] == ["old", "old"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.bin", "net.xml"]
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_pair_that_cannot_be_replaced_stays(tmp_path, old):
+    """The graph's place is taken by a folder, so the second of the two renames fails."""
+    made, out = tmp_path / "made" / "net.xml", tmp_path / "net.xml"
+    for folder in (made.parent, out):
+        folder.mkdir()
+    made.write_text("new")
+    made.with_suffix(".bin").write_text("new")
+    if old:
+        out.with_suffix(".bin").write_text("old")
+    with pytest.raises(OSError, match=r"net\.xml"):
+        openvino._replace(made, out)
+    assert out.with_suffix(".bin").exists() == old
+    assert not old or out.with_suffix(".bin").read_text() == "old"
+
+
+def in_training(model):
+    """In training mode but for one module, partly frozen, with a hook."""
+    model.train()
+    model.stages[0][1].eval()
+    model.stem.requires_grad_(False)
+    model.classifier.register_forward_hook(lambda module, args, out: None)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["onnx", "openvino"])
+def test_the_model_stays_as_it_is(trained, onnx, tmp_path, snapshot, format):
+    if format == "openvino":
+        pytest.importorskip("openvino", reason="the extra 'openvino' is not installed")
+    model = in_training(squeeze(trained("RecNet(2, 4, 2)", dead=0.3), 0.0))
+    before = snapshot(model)
+    export(model, tmp_path / f"net{SUFFIXES[format]}", format=format, transition="stream", image_size=8)
+    assert snapshot(model) == before
+
+
+def test_writing_a_model_down_leaves_it_as_it_is(trained, snapshot):
+    model = trained()
+    x = torch.randn(2, 3, 9, 11)
+    with torch.no_grad():
+        expected = model(x)
+    in_training(model)
+    before = snapshot(model)
+    with torch.no_grad():
+        torch.testing.assert_close(Unrolled(model, "concat", "weights")(x), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(optimize(model, mode="stream", image_size=8)(x), expected, rtol=1e-5, atol=1e-5)
+    assert snapshot(model) == before
+    other = create_model("mobilenet").train()
+    assert not graph_of(other, "").training
+    assert all(module.training for module in other.modules())
+    assert all(parameter.requires_grad for parameter in other.parameters())
+
+
+def test_pictures_that_are_too_small(trained, tmp_path, capsys):
+    model = trained()
+    for size in (1, (8, 2)):
+        with pytest.raises(ValueError, match="needs at least 4×4 pixels, got"):
+            export(model, tmp_path / "net.onnx", image_size=size)
+        with pytest.raises(ValueError, match="needs at least 4×4 pixels, got"):
+            optimize(model, image_size=size)
+    source = tmp_path / "net.safetensors"
+    save_weights(source, model, {})
+    for command in (["export", str(source), "--out", str(tmp_path / "q.onnx")], ["bench", str(source)]):
+        assert main([*command, "--image-size", "2"]) == 2
+        error = capsys.readouterr().err
+        assert "needs at least 4×4 pixels, got 2×2" in error
+        assert error.count("\n") == 1
+
+
+def test_the_folder_is_looked_at_first(trained, tmp_path, capsys):
+    source = tmp_path / "net.safetensors"
+    save_weights(source, trained(), {})
+    for format in ("onnx", "onnx-int8", "openvino"):
+        out = tmp_path / "absent" / f"net{SUFFIXES[format]}"
+        assert main(["export", str(source), "--format", format, "--out", str(out)]) == 1
+        assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_command(trained, onnx, tmp_path, capsys):
-    source, out = tmp_path / "net.safetensors", tmp_path / "net.onnx"
+    folder = tmp_path / ("a folder [with] a long name " * 4)
+    folder.mkdir()
+    source, out = tmp_path / "net.safetensors", folder / "net.onnx"
     save_weights(source, trained("RecNet(2, 4, 2)"), {"image_size": [8, 8]})
     assert main(["export", str(source), "--out", str(out)]) in (0, None)
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "top-1 agreement 100 %" in printed
-    assert "transition: stream" in printed or "transition: concat" in printed
+    first, _, work, beside = capsys.readouterr().out.splitlines()  # no line is wrapped
+    assert first in (f"wrote {out}, transition: stream", f"wrote {out}, transition: concat")
+    assert work.endswith("million multiply-adds a picture")
+    assert beside.endswith("top-1 agreement 100 %")
     assert out.exists()
 
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from recnets.cli.main import main
 from recnets.data import load_dataset
 from recnets.deploy import int8, squeeze
+from recnets.deploy.check import Comparison
+from recnets.deploy.export import export_int8
 from recnets.deploy.int8 import to_int8
 from recnets.deploy.onnx import Session
 from recnets.models import save_weights
@@ -140,10 +142,21 @@ def digits(trained, tmp_path):
     return path
 
 
-def test_command_writes_or_says_what_was_lost(digits, tmp_path, capsys):
+def test_the_model_stays_as_it_is(trained, snapshot):
+    model = trained("RecNet(2, 4, 2)").train()
+    before = snapshot(model)
+    to_int8(model, smooth(2), (12, 12), {})
+    assert snapshot(model) == before
+
+
+def test_command_writes_or_says_what_was_lost(digits, tmp_path, capsys, monkeypatch):
     out = tmp_path / "net.onnx"
     command = ["export", str(digits), "--format", "onnx-int8", "--out", str(out)]
-    assert main([*command, "--max-loss", "-100"]) == 1
+    assert main([*command, "--max-loss", "-1"]) == 2
+    assert "max_loss must be at least 0, got -1" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setitem(export_int8.__globals__, "compare", lambda *_: Comparison(360, 1.0, 9, 97.5, 95.0))
+        assert main([*command, "--max-loss", "2"]) == 1
     assert "points of accuracy, nothing is written" in " ".join(capsys.readouterr().err.split())
     assert not out.exists()
     assert main([*command, "--max-loss", "100"]) in (0, None)

@@ -115,8 +115,11 @@ def test_what_cannot_be_written_as_products_says_so(trained):
         WinogradRecurrent(module)
     with pytest.raises(ValueError, match=r"PackedRecurrent cannot run CRC\(.*zeros around the map"):
         PackedRecurrent(module, 8, 8)
+    linear = trained(nonlinearity="linear").stages[0][0]
+    with pytest.raises(ValueError, match=r"PackedRecurrent cannot run CRC\(.*a BN or ReLU"):
+        PackedRecurrent(linear, 8, 8)
     half = trained().half().stages[0][0]
-    with pytest.raises(ValueError, match="single or double precision"):
+    with pytest.raises(ValueError, match="float32 or float64"):
         WinogradRecurrent(half)
 
 

@@ -9,7 +9,8 @@ import torch
 
 from recnets.cli.main import main
 from recnets.deploy.check import normalise
-from recnets.models import load_weights, save_weights
+from recnets.deploy.predict import predict
+from recnets.models import load_weights, read_metadata, save_weights
 
 Image = pytest.importorskip("PIL.Image", reason="pictures need the extra 'data'")
 
@@ -84,6 +85,23 @@ def test_bad_pictures_are_named_and_the_rest_runs(weights, folder, capsys, monke
         assert name in err
     assert rows["a.png"]["error"] is None
     assert "Traceback" not in err
+
+
+def test_by_default_a_published_network_says_cifar_100s_classes(folder, capsys):
+    status, out, err = run(capsys, str(folder / "a.png"), "--json")
+    assert status == 0
+    classes = read_metadata("recnet_60_1280.cifar100")["classes"]
+    assert {c["name"] for c in json.loads(out)[0]["classes"]} <= set(classes)
+    assert "CIFAR-100's, by recnet_60_1280.cifar100" in err
+
+
+def test_the_model_stays_as_it_is(weights, folder):
+    model, metadata = load_weights(weights)
+    model.train()
+    assert len(list(predict(model, metadata, [folder]))) == 5
+    assert all(module.training for module in model.modules())
+    with pytest.raises(ValueError, match="name 2 classes, the model has num_classes=3"):
+        next(predict(model, {**metadata, "classes": ["ant", "bee"]}, [folder]))
 
 
 def test_wrong_use(weights, tmp_path, capsys):

@@ -153,3 +153,11 @@ def test_errors(trained):
         squeeze(trained(), threshold=-1)
     with pytest.raises(ValueError, match="no plan of"):
         trained(squeezed={"stem": {}})
+
+
+def test_wrong_input_is_named(trained):
+    module = squeeze(trained(dead=0.4), 0.0).stages[0][0]
+    for mode in ("concat", "stream"):
+        module.mode = mode
+        with pytest.raises(ValueError, match=r"expects .* channels, got 1"):
+            module(torch.zeros(1, 1, 4, 4))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recnets.layers import CRC, NONLINEARITIES, PADDING_MODES
+from recnets.layers import CRC, MODES, NONLINEARITIES, PADDING_MODES, Recurrent
 
 KERNELS = [(3, 3), (3, 1), (1, 3), (5, 3), (1, 1)]
 # d, s_in, s_out, N, H, W: one step, odd steps, one channel, one picture, H != W, maps smaller than a kernel.
@@ -183,11 +183,31 @@ def test_wrong_construction(arguments, error, message):
         ([[0.0]], TypeError, "expects a Tensor, got list"),
         (torch.zeros(1, 6, 0, 4), ValueError, r"at least one pixel.*\(1, 6, 0, 4\)"),
         (torch.zeros(1, 6, 4, 4, dtype=torch.uint8), TypeError, r"floating point.*torch.uint8"),
+        (torch.zeros(1, 6, 4, 4, dtype=torch.float64), TypeError, r"weights of torch.float32.*got torch.float64"),
+        (torch.zeros(1, 6, 4, 4, dtype=torch.float16), TypeError, r"weights of torch.float32.*got torch.float16"),
     ],
 )
 def test_wrong_input(x, error, message):
     with pytest.raises(error, match=message):
         CRC(2, 4, 3)(x)
+
+
+@pytest.mark.parametrize(
+    ("padding_mode", "kernel", "side", "smallest"),
+    [("reflect", 3, 1, 2), ("reflect", 7, 3, 4), ("circular", 7, 2, 3), ("circular", 3, 1, 1), ("replicate", 7, 1, 1)],
+)
+def test_maps_too_small_for_their_padding(padding_mode, kernel, side, smallest):
+    for sizes in ({"kernel_x": kernel}, {"kernel_h": kernel}):
+        options = {"kernel_x": 1, "kernel_h": 1, **sizes}
+        layers = [CRC(2, 4, 3, padding_mode=padding_mode, **options)]
+        layers += [Recurrent(2, 4, 5, 3, padding_mode=padding_mode, mode=mode, **options) for mode in MODES]
+        for layer in layers:
+            assert layer.eval()(torch.zeros(1, 6, smallest, smallest)).shape[2:] == (smallest, smallest)
+            if side < smallest:
+                with pytest.raises(ValueError, match=rf"{padding_mode!r}.* {smallest}×{smallest} pixels, got 9×{side}"):
+                    layer(torch.zeros(1, 6, 9, side))
+    alone = CRC(2, 4, 1, kernel_x=1, kernel_h=kernel, padding_mode=padding_mode)  # one step never uses W_h
+    assert alone.eval()(torch.zeros(1, 2, 1, 1)).shape == (1, 4, 1, 1)
 
 
 def test_repr_tells_what_differs():

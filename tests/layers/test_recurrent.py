@@ -1,6 +1,7 @@
 """The Recurrent module: one result in every mode, and no wide tensor where it streams."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -197,6 +198,19 @@ def test_wrong_use():
     for mode in MODES:
         with pytest.raises(ValueError, match="expects 6 channels, got 5"):
             Recurrent(2, 3, 4, 3, mode=mode)(torch.zeros(1, 5, 4, 4))
+
+
+def test_mode_is_checked_whenever_it_is_set():
+    module = Recurrent(2, 3, 4, 3)
+    text, names = repr(module), list(module.state_dict())
+    with pytest.raises(ValueError, match="mode must be one of 'auto', 'concat', 'stream', got 'conat'; did you mean"):
+        module.mode = "conat"
+    assert module.mode == "auto"
+    module.mode = "concat"
+    for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert again.mode == "concat"
+    assert repr(module) == text
+    assert list(module.state_dict()) == names
 
 
 # Other kinds of derivative, and what inference gives back.

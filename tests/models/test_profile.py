@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from recnets import RecNet, Recurrent, create_model, list_models, profile
-from recnets.models.profile import count_macs, count_parameters, peak_live_bytes, receptive_field
+from recnets.models.profile import check_image_size, count_macs, count_parameters, peak_live_bytes, receptive_field
 
 
 def test_main_model():
@@ -169,3 +169,13 @@ def test_picture_and_type_follow_the_model():
     assert half.peak_concat < 0.6 * grey.peak_concat
     with pytest.raises(ValueError, match="image_size must be at least 1, got 0"):
         profile(create_model("RecNet(2, 2, 3)"), 0)
+    with pytest.raises(TypeError, match="image_size must be an int, got '32' of type str"):
+        profile(create_model("RecNet(2, 2, 3)"), "32")
+
+
+@pytest.mark.parametrize(("name", "message"), [("recnet_60_480", "4×4 pixels, got 3×9"), ("densenet_40_12", "got 3×9")])
+def test_pictures_that_a_model_cannot_take(name, message):
+    model = create_model(name)
+    assert check_image_size(model, 8) == (8, 8)
+    with pytest.raises(ValueError, match=message):
+        check_image_size(model, (3, 9))

@@ -90,6 +90,24 @@ def test_export_with_dynamic_sides():
         torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("options", [*({"nonlinearity": n} for n in NONLINEARITIES), {"recurrent": False}], ids=str)
+def test_trace(options, grad):
+    """A trace is checked without gradients, whether it is made with them or not: both must be one graph."""
+    model = tiny(**options).eval()
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(model, torch.randn(1, 3, 6, 4))
+    x = torch.randn(3, 3, 8, 8)
+    torch.testing.assert_close(traced(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_pictures_of_another_type_than_the_weights():
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(TypeError, match=r"torch.float32 .* got torch.float64"):
+            tiny()(torch.zeros(1, 3, 8, 8, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head", ["linear", "hidden"])
 def test_half_precision(dtype, head):
@@ -97,7 +115,8 @@ def test_half_precision(dtype, head):
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             expected = model(x)
-            for out in (copy.deepcopy(model).to(dtype)(x.to(dtype)), autocast(model, x, dtype)):
+            under_autocast = [autocast(model, pictures, dtype) for pictures in (x, x.to(dtype))]
+            for out in (copy.deepcopy(model).to(dtype)(x.to(dtype)), *under_autocast):
                 assert out.dtype == dtype
                 torch.testing.assert_close(out.float(), expected, rtol=0.1, atol=0.05)
 

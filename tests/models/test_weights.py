@@ -150,6 +150,18 @@ def test_failed_save_keeps_the_old_file(saved):
         save_weights(path.parent / "absent" / "w.safetensors", trained(), {})
 
 
+def test_one_name_for_each_class(saved):
+    path, model = saved
+    before = path.read_bytes()
+    for classes in (["a"], ["a", "b", "c"], 2.5):
+        with pytest.raises(ValueError, match=r"the metadata name .* classes, the model has num_classes=2"):
+            save_weights(path, model, {**METADATA, "classes": classes})
+    assert path.read_bytes() == before
+    rewrite(path, classes='["a"]')
+    with pytest.raises(RecNetsError, match=r"contradicts itself: the metadata name 1 classes, .*num_classes=2"):
+        load_weights(path)
+
+
 def test_model_without_a_configuration(tmp_path):
     with pytest.raises(TypeError, match=r"Linear carries no ModelConfig.*create_model"):
         save_weights(tmp_path / "w.safetensors", torch.nn.Linear(2, 2), {})

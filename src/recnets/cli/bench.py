@@ -15,12 +15,12 @@ import tyro
 from rich.table import Table
 from torch import nn
 
+from recnets.cli.named import names_weights
 from recnets.cli.output import console, count, table
 from recnets.deploy.bench import Timing, bench, sizes
 from recnets.experiments.latency import cpu_name
-from recnets.models import create_model, list_models, load_weights
-from recnets.models.weights import published
-from recnets.utils import atomic_write, git_commit, positive_int, versions
+from recnets.models import create_model, load_weights, published
+from recnets.utils import atomic_write, check_target, git_commit, positive_int, versions
 
 RUNTIMES = ("onnxruntime", "openvino")
 
@@ -45,7 +45,8 @@ def command(
     and the last column says how much of a core others took in those that count.
 
     Args:
-        models: names (untrained, 100 classes), weights files or run folders; by default every published model.
+        models: names as `recnet info` takes them, without weights untrained and of 100 classes; by default every
+            published model.
         device: where.
         threads: of each runtime.
         repeats: the least number of timed runs of each way, whose median is taken.
@@ -58,6 +59,9 @@ def command(
     for what, value in (("threads", threads), ("repeats", repeats), ("image_size", image_size)):
         positive_int(value, what)
     chosen = models or tuple(published())
+    context = {"device": device, "cpu": cpu_name(), "threads": threads, "image_size": image_size, "repeats": repeats}
+    if out is not None:
+        out = check_target(out / _file_name(context, sizes) if out.is_dir() else out)
     if sizes:
         rows = _sizes(chosen, image_size)
     else:
@@ -68,22 +72,14 @@ def command(
             console().print(_table(name, timings))
             rows += [{"model": name, **asdict(timing)} for timing in timings]
     if out is not None:
-        context = {
-            "device": device,
-            "cpu": cpu_name(),
-            "threads": threads,
-            "image_size": image_size,
-            "repeats": repeats,
-        }
-        about = {**context, "repeats": repeats, "commit": git_commit() or "", **_versions()}
-        target = out / _file_name(context, sizes) if out.is_dir() else out
-        _write(target, [{**row, **about} for row in rows])
-        console().print(f"wrote {target}")
+        about = {**context, "commit": git_commit() or "", **_versions()}
+        _write(out, [{**row, **about} for row in rows])
+        console().out(f"wrote {out}")
     return 0
 
 
 def _model(name: str) -> nn.Module:
-    return create_model(name, num_classes=100) if name in list_models() else load_weights(name)[0]
+    return load_weights(name)[0] if names_weights(name) else create_model(name, num_classes=100)
 
 
 def _versions() -> dict[str, str]:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from rich.console import Console
 
+from recnets.cli.output import console
 from recnets.data import data_of
-from recnets.deploy.export import SUFFIXES, Exported, export, export_int8
+from recnets.deploy.export import SUFFIXES, Exported, export, export_int8, target_of
 from recnets.models import load_weights
+from recnets.models.weights import image_size_of
+from recnets.utils import at_least
 
 
 def command(
@@ -26,6 +28,7 @@ def command(
     max_loss: float = 0.5,
     data: str | None = None,
     data_dir: Path | None = None,
+    max_bad: float | None = None,
 ) -> int:
     """Write trained weights for another runtime, and compare its answers with PyTorch's.
 
@@ -44,16 +47,15 @@ def command(
         max_loss: onnx-int8: points of accuracy that may be lost.
         data: onnx-int8: the data set; by default what the weights were trained on.
         data_dir: onnx-int8: folder with the data sets; RECNETS_DATA, else a cache folder.
+        max_bad: onnx-int8: the largest share of unreadable pictures in a folder; by default as in training.
     """
     model, metadata = load_weights(source)
-    known = metadata.get("image_size")
-    size = (int(known[0]), int(known[1])) if isinstance(known, list | tuple) else (32, 32)
-    if image_size is not None:
-        size = (image_size, image_size)
     name = Path(source).name.removesuffix(".safetensors")
     target = out or Path(name + (".int8" if format == "onnx-int8" else "") + SUFFIXES[format])
+    target_of(target, format)
     if format == "onnx-int8":
-        found = data_of(metadata, data, data_dir)
+        at_least(max_loss, 0, "max_loss")  # before data are read, or even downloaded
+        found = data_of(metadata, data, data_dir, max_bad)
         options = {"calibration_images": calibration, "max_loss": max_loss}
         made, comparison = export_int8(model, target, found, metadata, **options)  # type: ignore[arg-type]
         beside = str(comparison)
@@ -63,7 +65,7 @@ def command(
             target,
             format=format,
             transition=transition,
-            image_size=size,
+            image_size=image_size_of(metadata) if image_size is None else image_size,
             metadata=metadata,
             max_batch=max_batch,
         )
@@ -75,14 +77,14 @@ def command(
 
 
 def _show(made: Exported, beside: str) -> None:
-    console = Console()
+    out = console().out  # which wraps no line
     form = f", transition: {made.transition}" if made.transition else ""
-    console.print(f"wrote {made.path}{form}", highlight=False)
+    out(f"wrote {made.path}{form}")
     share = made.file_bytes / made.weight_bytes
     weights = f"{made.weight_bytes:,} bytes of float32 weights"
-    console.print(f"{made.file_bytes:,} bytes, {share:.3f} times the {weights}", highlight=False)
-    console.print(_work(made.macs, made.model_macs), highlight=False)
-    console.print(beside, highlight=False)
+    out(f"{made.file_bytes:,} bytes, {share:.3f} times the {weights}")
+    out(_work(made.macs, made.model_macs))
+    out(beside)
 
 
 def _work(macs: int, model_macs: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
@@ -16,13 +17,22 @@ from recnets.utils import did_you_mean
 def weights_of(name: str) -> list[dict[str, Any]]:
     """What is published for a network, or by a name with its tag: names, data sets and accuracies."""
     chosen = [full for full in published() if name in (full, full.split(".")[0])]
-    about = {full: read_metadata(full) for full in chosen}
-    return [{"name": full, "dataset": a.get("dataset"), "accuracy": a.get("accuracy")} for full, a in about.items()]
+    return [weights_row(full, read_metadata(full)) for full in chosen]
+
+
+def weights_row(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of one set of weights."""
+    return {"name": name, "dataset": metadata.get("dataset"), "accuracy": metadata.get("accuracy")}
 
 
 def weights_text(rows: list[dict[str, Any]]) -> str:
-    """ "recnet_60_480.cifar100 (cifar100, 73.26 %), …"."""
-    return ", ".join(f"{row['name']} ({row['dataset']}, {row['accuracy']:.2f} %)" for row in rows)
+    """ "recnet_60_480.cifar100 (cifar100, 73.26 %), …", as far as it is known."""
+
+    def about(row: dict[str, Any]) -> str:
+        accuracy = "accuracy unknown" if row["accuracy"] is None else f"{row['accuracy']:.2f} %"
+        return f"{row['name']} ({row['dataset'] or 'data unknown'}, {accuracy})"
+
+    return ", ".join(about(row) for row in rows)
 
 
 def describe(name: str, num_classes: int, image_size: int) -> dict[str, Any]:
@@ -97,4 +107,4 @@ def command(
     console().print(shown)
     weights = [found for row in rows for found in row["weights"]]
     if weights:
-        console().print(f"published weights: {weights_text(weights)}")
+        console().out(f"published weights: {weights_text(weights)}")

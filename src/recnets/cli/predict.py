@@ -14,12 +14,14 @@ from recnets.cli.output import console
 from recnets.deploy.predict import Prediction, predict
 from recnets.models import load_weights
 
+DEFAULT = "recnet_60_1280.cifar100"
+
 
 def command(
     images: Annotated[tuple[Path, ...], tyro.conf.Positional],
     /,
     *,
-    weights: str,
+    weights: str = DEFAULT,
     top: int = 5,
     json: bool = False,
 ) -> int:
@@ -29,12 +31,14 @@ def command(
 
     Args:
         images: pictures, or folders of them.
-        weights: a run folder, a weights file or a published name.
+        weights: a run folder, a weights file or a published name; by default a network for CIFAR-100's classes.
         top: classes to show for each picture.
         json: print JSON, for programs.
     """
     if not images:
         raise ValueError("give at least one picture or folder")
+    if weights == DEFAULT:
+        print(f"the classes are CIFAR-100's, by {DEFAULT}; --weights takes others", file=sys.stderr)
     model, metadata = load_weights(weights)
     found = list(predict(model, metadata, images, top))
     if json:

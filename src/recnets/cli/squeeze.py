@@ -12,13 +12,14 @@ from rich.table import Table
 from recnets.cli import output
 from recnets.data import data_of
 from recnets.deploy.check import Comparison, compare
+from recnets.deploy.live import foldable
 from recnets.deploy.onnx import graph_of
-from recnets.deploy.optimize import supported
 from recnets.deploy.squeeze import THRESHOLD, Row, describe, squeeze
 from recnets.errors import RecNetsError
 from recnets.models import RecNet, load_weights, save_weights
 from recnets.models.profile import count_macs
 from recnets.models.squeezed import recurrent_modules
+from recnets.utils import at_least, check_target
 
 
 def command(
@@ -32,6 +33,7 @@ def command(
     half: bool = False,
     data: str | None = None,
     data_dir: Path | None = None,
+    max_bad: float | None = None,
 ) -> int:
     """Take out of trained weights, without loss, what training left dead, and check the predictions.
 
@@ -44,19 +46,22 @@ def command(
         half: store the weights in fp16, as published ones are, and compare those.
         data: the data set of those pictures; by default what the weights were trained on.
         data_dir: folder with the data sets; RECNETS_DATA, else a cache folder.
+        max_bad: the largest share of unreadable pictures in a folder; by default as in training.
     """
     if images < 1:
         raise ValueError(f"images must be at least 1, got {images}")
+    at_least(max_changed, 0, "max_changed")
+    check_target(out)
     model, metadata = load_weights(source)
     small = squeeze(model, threshold)
     if half:
         small = small.half().float()  # what the file will hold
     assert isinstance(model, RecNet)
-    test = data_of(metadata, data, data_dir).test
+    test = data_of(metadata, data, data_dir, max_bad).test
     comparison = compare(model, small, test, metadata, images)
     console = output.console()
     console.print(_table(describe(model, small)))
-    console.print(str(comparison))
+    console.out(str(comparison))
     if 100 * comparison.changed > max_changed * comparison.images:
         raise RecNetsError(
             f"{comparison.changed} of {comparison.images} predictions changed, more than {max_changed} %: nothing is "
@@ -64,11 +69,11 @@ def command(
         )
     kept = _metadata(metadata, comparison, len(test), threshold)
     save_weights(out, small, kept, dtype=torch.float16 if half else None)
-    console.print(f"wrote {out} ({out.stat().st_size:,} bytes)")
-    if all(supported(module) for module in recurrent_modules(model).values()):
+    console.out(f"wrote {out} ({out.stat().st_size:,} bytes)")
+    if all(foldable(module) for module in recurrent_modules(model).values()):
         height, width = test.images.shape[2:]
         before, after = (count_macs(m, (height, width)) for m in (model, graph_of(small, "concat")))
-        console.print(f"a file of it takes {after / 1e6:,.1f} million multiply-adds a picture, of {before / 1e6:,.1f}")
+        console.out(f"a file of it takes {after / 1e6:,.1f} million multiply-adds a picture, of {before / 1e6:,.1f}")
     return 0
 
 

@@ -24,7 +24,9 @@ from recnets.deploy.turns import Build, time_in_turns
 from recnets.deploy.unrolled import TRANSITIONS
 from recnets.models import RecNet, load_weights, save_weights
 from recnets.models.plain import as_plain_modules
+from recnets.models.profile import check_image_size
 from recnets.models.squeezed import SqueezedStem
+from recnets.utils import at_least
 
 PLAIN = "plain modules"
 SQUEEZED = "ONNX squeezed"
@@ -92,7 +94,8 @@ def squeezed_file(model: nn.Module, image_size: tuple[int, int]) -> dict[str, by
 def sizes(model: nn.Module, image_size: tuple[int, int] = (32, 32)) -> Sizes:
     """What the files of a model weigh; of the two transitions the streamed one, which has more nodes."""
     with torch.inference_mode(False), torch.no_grad():
-        files = onnx_files(model.eval(), image_size, ("stream",))
+        check_image_size(model, image_size)
+        files = onnx_files(model, image_size, ("stream",))
     single = next(iter(files.values()))
     pair = 0
     if has_openvino():
@@ -118,9 +121,11 @@ def bench(
     others come within `patience` seconds. `compile` adds the optimized model through `torch.compile`, which takes
     minutes.
     """
+    at_least(patience, 0, "patience")
+    check_image_size(model, image_size)
     with torch.inference_mode(False), torch.no_grad(), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        files = onnx_files(model.eval(), image_size) | squeezed_file(model, image_size)
+        files = onnx_files(model, image_size) | squeezed_file(model, image_size)
         builds = _in_pytorch(model, folder, image_size, compile)
         weigh: dict[str, int] = {}
         for way, content in files.items():

@@ -6,7 +6,6 @@ The runtime plans its memory when the file is made, so the file says which batch
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recnets.deploy.live import frozen
 from recnets.deploy.onnx import faster, graph_of, quietly
 from recnets.deploy.unrolled import TRANSITIONS
 from recnets.errors import RecNetsError
@@ -86,7 +86,7 @@ def _native_errors() -> Iterator[Callable[[], str]]:
 
 def _contiguous(module: nn.Module) -> nn.Module:
     """A copy whose tensors all lie in the usual order: a CRC's kernels do not, and the runtime refuses a mixture."""
-    module = copy.deepcopy(module).requires_grad_(False)
+    module = frozen(module)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.contiguous()
     return module
@@ -128,7 +128,7 @@ def export_executorch(
     check_largest(largest_batch)
     in_channels = int(model.in_channels)  # type: ignore[arg-type]
     if not isinstance(model, RecNet):
-        return to_pte(model.eval(), in_channels, image_size, about, largest_batch), ""
+        return to_pte(graph_of(model, ""), in_channels, image_size, about, largest_batch), ""
     ways = TRANSITIONS if transition == "auto" else (transition,)
     files = {way: to_pte(graph_of(model, way, "states"), in_channels, image_size, about, largest_batch) for way in ways}
     if len(ways) == 1:

@@ -14,11 +14,12 @@ from recnets.data import DataSet
 from recnets.deploy import executorch, onnx, openvino
 from recnets.deploy.check import Comparison, compare, normalise
 from recnets.deploy.int8 import to_int8
+from recnets.deploy.live import frozen
 from recnets.deploy.liveness import multiply_adds
 from recnets.errors import RecNetsError
 from recnets.models import RecNet
-from recnets.models.profile import count_macs
-from recnets.utils import atomic_write, choose
+from recnets.models.profile import check_image_size, count_macs
+from recnets.utils import at_least, atomic_write, check_target, choose
 
 FORMATS = ("onnx", "openvino", "executorch")
 SUFFIXES = {"onnx": ".onnx", "onnx-int8": ".onnx", "openvino": ".xml", "executorch": ".pte"}
@@ -84,11 +85,12 @@ def _about(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {key: metadata[key] for key in ABOUT_KEYS if key in metadata}
 
 
-def _named(out: Path | str, format: str) -> Path:
+def target_of(out: Path | str, format: str) -> Path:
+    """`out` as a path, if a file of this format can be written there under this name."""
     out = Path(out)
     if out.suffix != SUFFIXES[format]:
         raise ValueError(f"a file of format {format} ends in {SUFFIXES[format]}, got {out.name!r}")
-    return out
+    return check_target(out)
 
 
 def size_limit(weight_bytes: int) -> int:
@@ -126,12 +128,12 @@ def export(
         max_batch: ExecuTorch: the largest batch, for which its runtime plans memory; 1 to 15.
 
     The file is loaded in its runtime and compared with PyTorch; a file that does not agree, or holds copies of shared
-    weights, is not left behind.
+    weights, is not left behind, and an old one stays. The model stays as it is.
     """
     choose(format, FORMATS, "format")
-    out = _named(out, format)
-    size = (image_size, image_size) if isinstance(image_size, int) else image_size
-    model = model.eval()
+    out = target_of(out, format)
+    model = frozen(model)
+    size = check_image_size(model, image_size)
     about = _about(metadata or {})
     weight_bytes = bytes_of(model)
     if format == "executorch":
@@ -144,13 +146,13 @@ def export(
         return Exported(out, format, transition, len(content), weight_bytes, difference, agreement, *macs, batches)
     content, transition = onnx.export_onnx(model, size, about, transition)
     _check_size(content, weight_bytes)
-    difference, agreement = check(model, onnx.Session(content), size)
-    file_bytes = len(content)
     if format == "onnx":
+        difference, agreement = check(model, onnx.Session(content), size)
+        file_bytes = len(content)
         atomic_write(out, content)
     else:
-        file_bytes = openvino.write_openvino(content, out)
-        difference, agreement = check(model, openvino.Session(out), size)
+        file_bytes, found = openvino.write_checked(content, out, lambda session: check(model, session, size))
+        difference, agreement = found
     macs = multiply_adds(content), count_macs(model, size)
     return Exported(out, format, transition, file_bytes, weight_bytes, difference, agreement, *macs)
 
@@ -169,16 +171,17 @@ def export_int8(
     Ranges come from training pictures; both models are then compared on the whole test set, the file in ONNX Runtime.
     `max_loss` is in points of accuracy; a greater loss is an error with the figures, and nothing is written.
     """
-    out = _named(out, "onnx-int8")
+    out = target_of(out, "onnx-int8")
+    at_least(max_loss, 0, "max_loss")
     if not isinstance(model, RecNet):
         raise ValueError(f"8-bit files are made of RecNets, got {type(model).__name__}; use format 'onnx'")
     if calibration_images < 1:
         raise ValueError(f"calibration_images must be at least 1, got {calibration_images}")
-    metadata = dict(metadata)
+    model, metadata = frozen(model), dict(metadata)
     # Evenly over the training set, whose order may be by class.
     stride = max(1, len(data.train.images) // calibration_images)
     pictures = normalise(data.train.images[::stride][:calibration_images], metadata)
-    content = to_int8(model.eval(), pictures, data.image_size, _about(metadata))
+    content = to_int8(model, pictures, data.image_size, _about(metadata))
     comparison = compare(model, onnx.Session(content), data.test, metadata, len(data.test.images))
     assert comparison.accuracy_before is not None
     assert comparison.accuracy_after is not None

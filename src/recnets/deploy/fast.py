@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from recnets.deploy.live import affines, in_blocks, live_channels, read_channels, whole
+from recnets.deploy.live import affines, foldable, folded_stem, in_blocks, live_channels, read_channels, whole
 from recnets.layers import Recurrent
 from recnets.layers.norm import norm_of
 from recnets.models.recnet import Stem
 from recnets.models.squeezed import SqueezedRecurrent
 from recnets.ops.torch import conv
+
+Step = Callable[[int, Tensor, Tensor | None], Tensor | None]
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -27,11 +29,9 @@ class FastStem(nn.Module):
 
     def __init__(self, stem: Stem) -> None:
         super().__init__()
-        scale, shift = norm_of(stem.norm).affine()
-        own = 0 if stem.conv.bias is None else stem.conv.bias * scale
-        weight, bias = whole(stem.conv.weight * scale[:, None, None, None], shift + own, stem)
-        self.register_buffer("weight", channels_last(weight.detach()))
-        self.register_buffer("bias", bias.detach())
+        weight, bias = folded_stem(stem)
+        self.register_buffer("weight", channels_last(weight))
+        self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.conv2d(channels_last(x), self.weight, self.bias, padding=1).relu_()
@@ -48,6 +48,9 @@ class FastRecurrent(nn.Module):
 
     def __init__(self, module: Recurrent, mode: str, scale: str) -> None:
         super().__init__()
+        if not self.possible(module):
+            layer = f"CRC({module.crc.extra_repr()}) in {module.crc.weight_h.dtype}"
+            raise ValueError(f"{type(self).__name__} cannot run {layer}: {self.possible.__doc__}")
         crc = module.crc
         self.mode, self.d, self.s_in, self.s_out, self.padding_mode = mode, crc.d, crc.s_in, crc.s_out, crc.padding_mode
         weight_x, weight_h = crc.weight_x.detach(), crc.weight_h.detach()
@@ -75,6 +78,11 @@ class FastRecurrent(nn.Module):
         if not self.folded:
             self.scales = [t[:, None, None] for t in self.scales]
             self.shifts = [t[:, None, None] for t in self.shifts]
+
+    @staticmethod
+    def possible(module: Recurrent) -> bool:
+        """There must be a BN or ReLU in each step of a recurrence."""
+        return foldable(module)
 
     def _scaled(self, weight: Tensor, i: int) -> Tensor:
         return weight * self.scales[i][:, None, None, None] if self.folded else weight
@@ -113,11 +121,11 @@ class FastRecurrent(nn.Module):
                 self._sum_states(total, x)
         return total.unflatten(0, (n, height, width)).permute(0, 3, 1, 2)
 
-    def _states(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(i, h_i) of the steps that give something, in channels-last order."""
+    def _states(self, x: Tensor, step: Step) -> Iterator[tuple[int, Tensor]]:
+        """(i, h_i) of the steps that give something, in channels-last order; `step` computes one."""
         h: Tensor | None = None
         for i, x_i in enumerate(channels_last(x).split(self.s_in, dim=1)):
-            h = self._step(i, x_i, h)
+            h = step(i, x_i, h)
             if h is not None:
                 yield i, h
 
@@ -125,7 +133,7 @@ class FastRecurrent(nn.Module):
         """relu(Σ_i h_i·A_i + start) in `total`, (N·H·W, c_out)."""
         hidden: list[Tensor] = []
         begun = False
-        for i, h in self._states(x):
+        for i, h in self._states(x, self._step):
             pixels = h.permute(0, 2, 3, 1).reshape(-1, self.counts[i])  # a view: h is in channels-last order
             if self.mode == "concat":
                 hidden.append(pixels)

@@ -1,4 +1,4 @@
-"""Which channels of the hidden states a trained Recurrent module has to compute.
+"""What is read off a trained RecNet to write it in another form, first of all which channels have to be computed.
 
 Weight decay switches step channels off for good: BN's weight becomes zero, its bias at most that, and ReLU gives zero
 whatever the picture. Nobody misses such a channel, neither the next step nor the transition: a step does without its
@@ -7,15 +7,39 @@ rows of W_x and W_h, and the next without its column of W_h.
 
 from __future__ import annotations
 
+import copy
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from recnets.layers import Recurrent
+from recnets.layers.norm import norm_of
+from recnets.models.recnet import Stem
 from recnets.models.squeezed import Expand, SqueezedRecurrent
 from recnets.ops.torch import step_affines
 
 BLOCK = 8
 """Convolutions compute channels in blocks of 4 to 16, whatever the runtime: fewer are not faster."""
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def frozen(model: Model) -> Model:
+    """A copy that only infers; the caller's model keeps its mode and its gradients."""
+    return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+def foldable(module: Recurrent) -> bool:
+    """Is a step a convolution with a BN or ReLU? Not in the linear recursion, nor in the grouped control."""
+    return module.crc.recurrent and module.crc.nonlinearity != "linear"
+
+
+def joint(module: Recurrent) -> bool:
+    """Is a step one convolution, of [x_i, h_{i-1}], with zeros around the map?"""
+    crc = module.crc
+    return foldable(module) and crc.weight_x.shape[-1] == crc.weight_h.shape[-1] and crc.padding_mode == "zeros"
 
 
 def affines(module: Recurrent) -> tuple[Tensor, Tensor]:
@@ -63,3 +87,11 @@ def whole(weight: Tensor, bias: Tensor, squeezed: nn.Module) -> tuple[Tensor, Te
     """The convolution before a ReLU of a stem or a transition, of the channels too that squeezing made constants."""
     expand = getattr(squeezed, "expand", None)
     return expand.fold(weight, bias) if isinstance(expand, Expand) else (weight, bias)
+
+
+def folded_stem(stem: Stem) -> tuple[Tensor, Tensor]:
+    """(weight, bias) of the stem's convolution with its BN folded in."""
+    scale, shift = norm_of(stem.norm).affine()
+    own = 0 if stem.conv.bias is None else stem.conv.bias * scale
+    weight, bias = whole(stem.conv.weight * scale[:, None, None, None], shift + own, stem)
+    return weight.detach(), bias.detach()

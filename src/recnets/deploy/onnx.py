@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recnets.deploy.live import frozen
 from recnets.deploy.unrolled import TRANSITIONS, Unrolled
 from recnets.models import RecNet
 from recnets.utils import choose, require
@@ -41,7 +42,7 @@ def quietly() -> Iterator[None]:
 
 def graph_of(model: nn.Module, transition: str, scale: str = "weights") -> nn.Module:
     """What is exported: a RecNet unrolled, any other model as it is."""
-    return Unrolled(model, transition, scale) if isinstance(model, RecNet) else model.eval()
+    return Unrolled(model, transition, scale) if isinstance(model, RecNet) else frozen(model)
 
 
 def to_onnx(module: nn.Module, in_channels: int, image_size: tuple[int, int], about: Mapping[str, Any]) -> bytes:

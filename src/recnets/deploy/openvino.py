@@ -5,16 +5,20 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from recnets.deploy.onnx import INPUT, OUTPUT
 from recnets.errors import RecNetsError
-from recnets.utils import require
+from recnets.utils import require, sync_file, sync_folder
+
+Found = TypeVar("Found")
 
 
 class Session:
@@ -56,20 +60,46 @@ def _shorten(graph: str) -> str:
     return re.sub(r"></port>", "/>", graph)
 
 
-def write_openvino(content: bytes, out: Path) -> int:
-    """Write `out` (.xml) and its .bin from the bytes of an ONNX file; returns the bytes of both."""
+def write_openvino(content: bytes, path: Path) -> int:
+    """Write `path` (.xml) and its .bin from the bytes of an ONNX file; returns the bytes of both."""
     openvino = require("openvino", "openvino")
     model = openvino.Core().read_model(io.BytesIO(content))
     _settle_biases(model)
+    openvino.save_model(model, str(path), compress_to_fp16=False)
+    path.write_text(_shorten(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return path.stat().st_size + path.with_suffix(".bin").stat().st_size
+
+
+def write_checked(content: bytes, out: Path, check: Callable[[Session], Found]) -> tuple[int, Found]:
+    """`write_openvino`, if what it writes passes `check`; returns what that found too.
+
+    If anything fails, `out` and its .bin are as before.
+    """
     try:
         with tempfile.TemporaryDirectory(dir=out.parent) as folder:
             made = Path(folder) / out.name
-            openvino.save_model(model, str(made), compress_to_fp16=False)
-            weights = made.with_suffix(".bin")
-            made.write_text(_shorten(made.read_text(encoding="utf-8")), encoding="utf-8")
-            size = made.stat().st_size + weights.stat().st_size
-            os.replace(weights, out.with_suffix(".bin"))  # the graph last: it is what a reader opens
-            os.replace(made, out)
+            size = write_openvino(content, made)
+            found = check(Session(made))
+            _replace(made, out)
     except OSError as error:
         raise RecNetsError(f"cannot write {out}: {error.strerror or error}") from error
-    return size
+    return size, found
+
+
+def _replace(made: Path, out: Path) -> None:
+    """Both files in the place of the old ones, the graph last: it is what a reader opens."""
+    weights, new, old = out.with_suffix(".bin"), made.with_suffix(".bin"), made.with_suffix(".old")
+    if weights.exists():
+        shutil.copyfile(weights, old)
+    for path in (new, made):
+        sync_file(path)
+    os.replace(new, weights)
+    try:
+        os.replace(made, out)
+    except OSError:
+        if old.exists():
+            os.replace(old, weights)
+        else:
+            weights.unlink()
+        raise
+    sync_folder(out.parent)

@@ -8,7 +8,6 @@ anyway, or one matrix product; the transition's sum is a matrix product too.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import time
 from typing import Any
@@ -18,10 +17,12 @@ from torch import Tensor, nn
 
 from recnets.deploy.columns import ColumnRecurrent
 from recnets.deploy.fast import FastRecurrent, FastStem
+from recnets.deploy.live import foldable, frozen
 from recnets.deploy.packed import PackedRecurrent
 from recnets.deploy.winograd import WinogradRecurrent
 from recnets.layers import Recurrent
 from recnets.models import RecNet
+from recnets.models.profile import check_image_size
 from recnets.utils import choose
 
 MODES = ("auto", "stream", "concat", "packed", "columns", "rows", "winograd")
@@ -30,11 +31,6 @@ EAGER = ("packed", *PRODUCTS)
 """Modes with one way to scale, and none for a compiler."""
 SCALES = ("auto", "folded", "shared")
 ROUNDS = 15
-
-
-def supported(module: Recurrent) -> bool:
-    """Can a step be one convolution? Not for the linear recursion, nor for the grouped control."""
-    return module.crc.recurrent and module.crc.nonlinearity != "linear"
 
 
 def written(module: Recurrent, mode: str, scale: str, size: tuple[int, int]) -> FastRecurrent:
@@ -107,9 +103,9 @@ def optimize(
     if compile and mode in EAGER:
         raise ValueError(f"compile=True goes with mode 'auto', 'stream' or 'concat', got {mode!r}")
     choose(scale, SCALES, "scale")
-    fast = copy.deepcopy(model).eval().requires_grad_(False)
+    fast = frozen(model)
     if isinstance(fast, RecNet):
-        size = (image_size, image_size) if isinstance(image_size, int) else image_size
+        size = check_image_size(fast, image_size)
         modes = list(MODES[1:3] if compile else MODES[1:]) if mode == "auto" else [mode]
         scales = ["folded", "shared"] if scale == "auto" else [scale]
         reference = fast.stem.conv.weight
@@ -120,7 +116,7 @@ def optimize(
             for i, stage in enumerate(fast.stages):
                 x = fast.pool(x) if i else x
                 for name, module in stage.named_children():
-                    if isinstance(module, Recurrent) and supported(module):
+                    if isinstance(module, Recurrent) and foldable(module):
                         module = _fastest(module, x, modes, scales)
                         setattr(stage, name, module)
                     x = module(x)

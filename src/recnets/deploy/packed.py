@@ -7,13 +7,14 @@ The operators are those to which `torch.compile` turns convolutions on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recnets.deploy.fast import FastRecurrent, channels_last
+from recnets.deploy.live import joint
 from recnets.layers import Recurrent
 from recnets.ops.torch import count_flops_of, onednn_takes
 
@@ -49,19 +50,14 @@ class PackedRecurrent(FastRecurrent):
     """
 
     def __init__(self, module: Recurrent, height: int, width: int) -> None:
-        if not self.possible(module):
-            layer = f"CRC({module.crc.extra_repr()}) in {module.crc.weight_h.dtype}"
-            raise ValueError(f"{type(self).__name__} cannot run {layer}: {self.possible.__doc__}")
         super().__init__(module, "concat", "folded")
         self.size = (height, width)
         self._pack()
 
     @staticmethod
     def possible(module: Recurrent) -> bool:
-        """There must be kernels of one size, zeros around the map, float32 on a CPU, and oneDNN."""
-        crc, weight = module.crc, module.crc.weight_h
-        same = crc.weight_x.shape[-1] == weight.shape[-1]
-        return same and crc.padding_mode == "zeros" and AVAILABLE and onednn_takes(weight)
+        """There must be a BN or ReLU a step, kernels of one size, zeros around the map, float32 on a CPU and oneDNN."""
+        return joint(module) and AVAILABLE and onednn_takes(module.crc.weight_h)
 
     def _pack(self) -> None:
         matrix = self.matrices[0].t()[:, :, None, None].contiguous()
@@ -84,19 +80,16 @@ class PackedRecurrent(FastRecurrent):
     def _runs_packed(self, x: Tensor) -> bool:
         return bool(self.packed) and onednn_takes(x)
 
-    def _packed_states(self, x: Tensor) -> Iterator[Tensor]:
-        h: Tensor | None = None
-        for i, x_i in enumerate(channels_last(x).split(self.s_in, dim=1)):
-            if not self.counts[i]:
-                h = None
-                continue
-            h = convolve(channels_last(x_i) if h is None else torch.cat([x_i, h], 1), self.packed[i], self.shifts[i])
-            yield h
+    def _packed_step(self, i: int, x_i: Tensor, h: Tensor | None) -> Tensor | None:
+        """As `_step`."""
+        if not self.counts[i]:
+            return None
+        return convolve(channels_last(x_i) if h is None else torch.cat([x_i, h], 1), self.packed[i], self.shifts[i])
 
     def forward(self, x: Tensor) -> Tensor:
         if not self._runs_packed(x):
             return super().forward(x)
         with torch.inference_mode():  # a good part of the work otherwise is keeping books for gradients
-            wide = torch.cat(list(self._packed_states(x)), dim=1)
+            wide = torch.cat([h for _, h in self._states(x, self._packed_step)], dim=1)
         with torch.no_grad():
             return convolve(wide, self.packed[-1], self.start)

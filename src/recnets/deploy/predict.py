@@ -12,7 +12,9 @@ from torch import nn
 
 from recnets.data.folder import SUFFIXES, read_picture
 from recnets.deploy.check import normalise
+from recnets.deploy.live import frozen
 from recnets.errors import RecNetsError
+from recnets.models.weights import check_classes, image_size_of
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,10 @@ def predict(model: nn.Module, metadata: dict[str, Any], paths: Iterable[Path], t
     if top < 1:
         raise ValueError(f"top must be at least 1, got {top}")
     outputs = int(model.num_classes)  # type: ignore[arg-type]
+    check_classes(outputs, metadata)
     names = metadata.get("classes") or [str(i) for i in range(outputs)]
-    known = metadata.get("image_size") or (32, 32)
-    size = (int(known[0]), int(known[1]))
-    model.eval()
+    size = image_size_of(metadata)
+    model = frozen(model)
     for path in pictures(paths):
         try:
             image = read_picture(path, size, int(model.in_channels))  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from recnets.deploy.fast import FastRecurrent, channels_last
+from recnets.deploy.live import joint
 from recnets.layers import Recurrent
 
 # Pictures are taken together up to this many pixels: what is gathered of them should stay in the processor's cache.
@@ -51,17 +52,13 @@ class ProductRecurrent(FastRecurrent):
     """
 
     def __init__(self, module: Recurrent) -> None:
-        if not self.possible(module):
-            layer = f"CRC({module.crc.extra_repr()}) in {module.crc.weight_h.dtype}"
-            raise ValueError(f"{type(self).__name__} cannot run {layer}: {self.possible.__doc__}")
         super().__init__(module, "stream", "shared")
         self.scales, self.shifts = ([v.flatten() for v in vectors] for vectors in (self.scales, self.shifts))
 
     @staticmethod
     def possible(module: Recurrent) -> bool:
-        """There must be two steps, kernels of one size, and zeros around the map."""
-        crc = module.crc
-        return crc.d > 1 and crc.weight_x.shape[-1] == crc.weight_h.shape[-1] and crc.padding_mode == "zeros"
+        """There must be two steps, a BN or ReLU in each, kernels of one size, and zeros around the map."""
+        return joint(module) and module.crc.d > 1
 
     def forward(self, x: Tensor) -> Tensor:
         n, _, height, width = x.shape

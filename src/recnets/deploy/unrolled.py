@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from recnets.deploy.live import affines, in_blocks, live_channels, read_channels, whole
+from recnets.deploy.live import affines, foldable, folded_stem, frozen, in_blocks, live_channels, read_channels
 from recnets.layers import Recurrent
 from recnets.layers.norm import norm_of
 from recnets.models import RecNet
@@ -32,11 +32,9 @@ class UnrolledStem(nn.Module):
 
     def __init__(self, stem: Stem) -> None:
         super().__init__()
-        scale, shift = norm_of(stem.norm).affine()
-        own = 0 if stem.conv.bias is None else stem.conv.bias * scale
-        weight, bias = whole(stem.conv.weight * scale[:, None, None, None], shift + own, stem)
-        self.register_buffer("weight", weight.detach())
-        self.register_buffer("bias", bias.detach())
+        weight, bias = folded_stem(stem)
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(torch.conv2d(x, self.weight, self.bias, padding=1))
@@ -178,6 +176,7 @@ class Unrolled(nn.Module):
         super().__init__()
         choose(transition, TRANSITIONS, "transition")
         choose(scale, SCALES, "scale")
+        model = frozen(model)  # parts of it go into this module, whose mode is not the caller's
         self.stem = UnrolledStem(model.stem)
         self.stages = nn.ModuleList()
         for stage in model.stages:
@@ -186,7 +185,7 @@ class Unrolled(nn.Module):
         self.pool = model.pool
         self.classifier = model.classifier
         self.in_channels = model.in_channels
-        self.eval().requires_grad_(False)
+        self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -199,7 +198,7 @@ def unroll(module: nn.Module, transition: str, scale: str) -> nn.Module:
     """The module's unrolled form. Variants without a folded step (linear, grouped) are refused."""
     assert isinstance(module, Recurrent)
     crc = module.crc
-    if crc.nonlinearity == "linear" or not crc.recurrent:
+    if not foldable(module):
         what = f"nonlinearity={crc.nonlinearity!r}, recurrent={crc.recurrent}"
         raise ValueError(f"a RecNet is exported with a BN or ReLU in each step of a recurrence, this one has {what}")
     return UnrolledRecurrent(module, transition, scale)

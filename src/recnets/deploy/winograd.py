@@ -125,7 +125,7 @@ class WinogradRecurrent(ProductRecurrent):
 
     @staticmethod
     def possible(module: Recurrent) -> bool:
-        """There must be two steps, 3×3 kernels in single or double precision, and zeros around the map."""
+        """There must be two steps, a BN or ReLU in each, 3×3 kernels in float32 or float64 and zeros around the map."""
         weight = module.crc.weight_h
         exact = weight.dtype in (torch.float32, torch.float64)
         return ProductRecurrent.possible(module) and weight.shape[-1] == 3 and exact

@@ -13,10 +13,15 @@ from recnets.utils import choose, positive_int
 
 NONLINEARITIES = ("relu", "shared_bn_relu", "separate_bn_relu", "linear")
 PADDING_MODES = ("zeros", "circular", "reflect", "replicate")
+SMALLEST_MAP = {"circular": 0, "reflect": 1}
+"""A map needs so many pixels more than a kernel's radius: it wraps once, and its border is not mirrored."""
 
 
-def check_input(x: Tensor, channels: int, what: str) -> None:
-    """A clear error for an input that is not (N, channels, H, W) in floating point with at least one pixel."""
+def check_input(x: Tensor, channels: int, what: str, weight: Tensor | None = None) -> None:
+    """A clear error for an input that is not (N, channels, H, W) in floating point with at least one pixel.
+
+    With `weight`, also for one of another type than that.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{what} expects a Tensor, got {type(x).__name__}")
     if x.dim() != 4:
@@ -27,6 +32,19 @@ def check_input(x: Tensor, channels: int, what: str) -> None:
         raise ValueError(f"{what} expects at least one pixel, got a tensor of shape {tuple(x.shape)}")
     if not x.is_floating_point():
         raise TypeError(f"{what} expects floating point values, got {x.dtype}; scale and normalise pictures first")
+    if weight is not None:
+        check_dtype(x, weight, what)
+
+
+def check_dtype(x: Tensor, weight: Tensor, what: str) -> None:
+    """A clear error where a convolution of x would refuse the type of its weights.
+
+    Autocast makes them one, and so do the kernels on a GPU, but for float64.
+    """
+    if x.dtype == weight.dtype or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
+        return
+    if x.device.type == "cpu" or torch.float64 in (x.dtype, weight.dtype):
+        raise TypeError(f"{what} has weights of {weight.dtype} and expects such an input, got {x.dtype}; convert one")
 
 
 class CRC(nn.Module):
@@ -122,8 +140,23 @@ class CRC(nn.Module):
             return None
         return norm_of(self.norm, calls=self.d if self.nonlinearity == "shared_bn_relu" else 1)
 
+    def check(self, x: Tensor, what: str) -> None:
+        """A clear error, in the name of `what`, for an input that the layer cannot take."""
+        # The kernels cast what they read, and say themselves what they do not take.
+        check_input(x, self.d * self.s_in, what, None if self.backend == "triton" else self.weight_x)
+        if self.padding_mode not in SMALLEST_MAP:
+            return
+        weights = (self.weight_x,) if self.recurrent and self.d == 1 else (self.weight_x, self.weight_h)
+        kernel = max(weight.shape[-1] for weight in weights)
+        smallest = kernel // 2 + SMALLEST_MAP[self.padding_mode]
+        if min(x.shape[2:]) < smallest:
+            raise ValueError(
+                f"{what} with padding_mode={self.padding_mode!r} and a {kernel}×{kernel} kernel needs maps of at least "
+                f"{smallest}×{smallest} pixels, got {x.shape[2]}×{x.shape[3]}"
+            )
+
     def forward(self, x: Tensor) -> Tensor:
-        check_input(x, self.d * self.s_in, str(self))
+        self.check(x, str(self))
         return dispatch.crc(
             x,
             self.weight_x,
@@ -158,7 +191,7 @@ class CRC(nn.Module):
         taken over the whole map, so there it is exact with circular padding only.
         """
         kernels, biases = self.parallel_kernels()
-        check_input(x, self.d * self.s_in, str(self))
+        check_input(x, self.d * self.s_in, str(self), self.weight_x)
         norm = self.step_norm()
         assert norm is not None
         return torch.relu(norm.apply(parallel.linear_recursion_parallel(x, kernels, biases, self.padding_mode)))

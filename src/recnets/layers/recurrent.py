@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from recnets.layers.crc import CRC, check_input
+from recnets.layers.crc import CRC
 from recnets.layers.norm import norm_of
 from recnets.layers.transition import TransitionBlock
 from recnets.ops import dispatch
@@ -37,9 +37,18 @@ class Recurrent(nn.Module):
 
     def __init__(self, s_in: int, s_out: int, c_out: int, d: int, *, mode: str = "auto", **crc_options: Any) -> None:
         super().__init__()
-        self.mode = choose(mode, MODES, "mode")
+        self.mode = mode
         self.crc = CRC(s_in, s_out, d, **crc_options)
         self.transition = TransitionBlock(d * s_out, c_out, backend=self.crc.backend)
+
+    @property
+    def mode(self) -> str:
+        """How the module is computed; may be set at any time."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, value: str) -> None:
+        self._mode = choose(value, MODES, "mode")
 
     def forward(self, x: Tensor, pool: bool = False) -> Tensor:
         grad = self._needs_grad(x)
@@ -48,7 +57,7 @@ class Recurrent(nn.Module):
             if fused is not None:
                 return fused
         # An explicit backend="triton" never falls back, and the kernels give all hidden states.
-        whole = grad or self.crc.backend == "triton"
+        whole = (grad and not torch.jit.is_tracing()) or self.crc.backend == "triton"
         if self.mode == "concat" or (self.mode == "auto" and whole):
             return self.transition(self.crc(x), pool=pool)
         out = self._stream(x)
@@ -57,6 +66,8 @@ class Recurrent(nn.Module):
     def _needs_grad(self, x: Tensor) -> bool:
         if forward_ad._current_level >= 0:  # tangents pass through what no backward pass needs
             return True
+        if torch.jit.is_tracing():  # what is traced runs with gradients and without, by one graph
+            return True
         return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters()))
 
     def _fused(self, x: Tensor, pool: bool) -> Tensor | None:
@@ -64,7 +75,7 @@ class Recurrent(nn.Module):
         crc, conv = self.crc, self.transition.conv
         if (crc.norm is not None and crc.norm.training) or self.transition.norm.training:
             return None
-        check_input(x, crc.d * crc.s_in, f"Recurrent with {crc}")
+        crc.check(x, f"Recurrent with {crc}")
         norms = crc.step_norm(), norm_of(self.transition.norm)
         return dispatch.recurrent_eval(
             x, crc.weight_x, crc.weight_h, crc.bias, norms[0], conv.weight.flatten(1), norms[1], crc.recurrence,
@@ -74,7 +85,7 @@ class Recurrent(nn.Module):
     def _stream(self, x: Tensor) -> Tensor:
         """y = Σ_i h_i ⊛ A_i, then BN and ReLU."""
         crc = self.crc
-        check_input(x, crc.d * crc.s_in, f"Recurrent with {crc}")
+        crc.check(x, f"Recurrent with {crc}")
         norm, own = norm_of(self.transition.norm), crc.step_norm()
         in_place = not self._needs_grad(x)
         eager = in_place and not torch.compiler.is_compiling()  # a compiler plans its buffers itself

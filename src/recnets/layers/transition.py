@@ -29,6 +29,6 @@ class TransitionBlock(nn.Module):
         nn.init.kaiming_normal_(self.conv.weight, nonlinearity="relu")
 
     def forward(self, x: Tensor, pool: bool = False) -> Tensor:
-        check_input(x, self.c_in, f"TransitionBlock({self.c_in}, {self.c_out})")
+        check_input(x, self.c_in, f"TransitionBlock({self.c_in}, {self.c_out})", self.conv.weight)
         y = dispatch.pointwise(x, self.conv.weight)
         return dispatch.norm_relu(y, norm_of(self.norm), backend=self.backend, pool=pool)

@@ -17,7 +17,7 @@ import torch
 
 from recnets.errors import RecNetsError
 from recnets.models.card import model_card
-from recnets.models.weights import HUB_WEIGHTS, MACHINE_OVERRIDES, load_weights, published, save_weights
+from recnets.models.weights import HUB_WEIGHTS, MACHINE_OVERRIDES, check_classes, load_weights, published, save_weights
 from recnets.utils import atomic_write, require
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ def save_pretrained(
     """Write the three files; see `RecNet.save_pretrained`."""
     folder = Path(folder).expanduser()
     about = dict(model.metadata if metadata is None else metadata)
-    classes = about.get("classes")
-    if classes is not None and len(classes) != model.num_classes:
-        raise ValueError(f"the metadata name {len(classes)} classes, the model has num_classes={model.num_classes}")
+    check_classes(model.num_classes, about)  # before a folder is made
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

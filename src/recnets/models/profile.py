@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from recnets.layers import CRC, Recurrent, TransitionBlock
 from recnets.models.recnet import RecNet, Stem
-from recnets.utils import positive_int
+from recnets.utils import image_sides
 
 
 @dataclass(frozen=True)
@@ -152,11 +152,17 @@ def count_macs(model: nn.Module, image_size: int | tuple[int, int] = 32) -> int:
     return counter.get_total_flops() // 2
 
 
+def check_image_size(model: nn.Module, image_size: int | tuple[int, int]) -> tuple[int, int]:
+    """(height, width) if the model takes pictures of that size, else its own error."""
+    shadow, x = _shadow(model, image_size)
+    with torch.no_grad():
+        shadow(x)
+    return x.shape[2], x.shape[3]
+
+
 def _shadow(model: nn.Module, image_size: int | tuple[int, int]) -> tuple[nn.Module, Tensor]:
     """A copy without storage, in evaluation and concat mode, and a picture for it."""
-    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-    for side in (height, width):
-        positive_int(side, "image_size")
+    height, width = image_sides(image_size)
     shadow = copy.deepcopy(model).to("meta").eval()
     _set_mode(shadow, "concat")
     dtype = next((p.dtype for p in shadow.parameters()), torch.float32)

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from recnets.errors import RecNetsError
 from recnets.layers import CRC, Recurrent
-from recnets.layers.crc import check_input
+from recnets.layers.crc import check_dtype, check_input
 from recnets.layers.norm import norm_of
 from recnets.models.registry import ModelConfig, kept_metadata, register_model
 from recnets.ops import dispatch
@@ -37,7 +37,10 @@ class Stem(nn.Module):
         nn.init.kaiming_normal_(self.conv.weight, nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        conv, norm = self.conv, norm_of(self.norm)
+        conv = self.conv
+        if type(conv) is nn.Conv2d and self.backend != "triton":  # another module may have taken its place
+            check_dtype(x, conv.weight, "the stem")
+        norm = norm_of(self.norm)
         if not _same_3x3(conv) or _hooked(conv):
             return dispatch.norm_relu(conv(x), norm, backend=self.backend)
         return dispatch.stem(x, conv.weight, conv.bias, norm, backend=self.backend)

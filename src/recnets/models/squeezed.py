@@ -111,6 +111,7 @@ class SqueezedRecurrent(Recurrent):
     def _stream(self, x: Tensor) -> Tensor:
         """As in `Recurrent`; a step gives the sum only the channels that are kept of it."""
         crc, transition = self.crc, self.transition
+        crc.check(x, f"Recurrent with {crc}")
         hidden = plain.steps(x, crc.weight_x, crc.weight_h, crc.bias, crc.step_norm(), crc.recurrence)
         counts = [int(kept.sum()) for kept in transition.kept.split(crc.s_out)]
         weights = transition.conv.weight.split(counts, dim=1)
