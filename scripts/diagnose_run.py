@@ -3,8 +3,9 @@
 Prints the share of each CRC layer's step channels that training switched off (BN weight below 1e-2), and of how many
 steps that is all of them, so that nothing of the picture passes on to the next; how far the
 gradient of a batch of training images is from the one in float64, in fp32, fp16 and bf16 (autocast); and the test
-accuracy as saved and with BN's running statistics computed again from batches of training images. For runs that end
-below expectation: neither precision nor statistics should make a difference worth speaking of.
+accuracy as saved and with BN's running statistics computed again from batches of training images. With --draws N, N
+times more, from other batches each time: as training leaves them, which is mostly those of the last few batches, and as
+averages over all batches. For runs that end below expectation: what do precision and statistics cost?
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from recnets.models.weights import load_weights
 from recnets.training import evaluate
 
 DEAD = 1e-2
+MOMENTUM = 0.1  # of BN in training: a batch counts for half after seven
 LOSS_SCALE = 1024.0  # keeps small gradients within the range of fp16
 
 
@@ -54,14 +56,16 @@ def cut(model: nn.Module) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def with_new_statistics(model: nn.Module, loader: EpochLoader, batches: int) -> nn.Module:
-    """A copy of `model` whose running statistics are the averages over so many batches of training images."""
+def with_new_statistics(
+    model: nn.Module, loader: EpochLoader, batches: int, epoch: int = 0, momentum: float | None = None
+) -> nn.Module:
+    """A copy of `model` whose running statistics are from so many batches of training images, averages by default."""
     model = copy.deepcopy(model).train()
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):
             norm.reset_running_stats()
-            norm.momentum = None
-    for batch in itertools.islice(loader.epoch(0), batches):
+            norm.momentum = momentum
+    for batch in itertools.islice(loader.epoch(epoch), batches):
         model(loader.normalise(batch.images).contiguous(memory_format=torch.channels_last))
     return model.eval()
 
@@ -72,6 +76,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--batches", type=int, default=100, help="of training images, for the statistics")
     parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--draws", type=int, default=0, help="statistics from other batches, so many times")
     args = parser.parse_args()
     model, metadata = load_weights(args.run)
     model = model.float().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -94,7 +99,13 @@ def main() -> None:
 
     print(f"accuracy as saved: {evaluate(model, data.test, **norm).accuracy:.2f} %", flush=True)
     again = evaluate(with_new_statistics(model, loader, args.batches), data.test, **norm).accuracy
-    print(f"accuracy with BN's statistics from {args.batches} batches: {again:.2f} %")
+    print(f"accuracy with BN's statistics from {args.batches} batches: {again:.2f} %", flush=True)
+    for draw in range(1, args.draws + 1):
+        found = [
+            evaluate(with_new_statistics(model, loader, args.batches, draw, momentum), data.test, **norm).accuracy
+            for momentum in (MOMENTUM, None)
+        ]
+        print(f"draw {draw}: as training leaves them {found[0]:.2f} %, averages {found[1]:.2f} %", flush=True)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,9 @@ def test_statistics_are_those_of_the_batches(script, model, split):
     means = [stem(images).mean((0, 2, 3)) for images in seen]
     torch.testing.assert_close(norm.running_mean, (means[0] + means[1]) / 2)
     assert not new.training
+    torch.testing.assert_close(
+        script.with_new_statistics(model, loader, 2, momentum=0.5).stem.norm.running_mean, means[0] / 4 + means[1] / 2
+    )
     assert model.stem.norm.running_mean.abs().sum() == 0  # the network itself stays as it was
 
 
@@ -72,6 +75,7 @@ def test_the_command_prints_all(script, model, split, tmp_path, monkeypatch, cap
     data = DataSet("digits", split, split, None, [str(i) for i in range(10)], **NORM)
     monkeypatch.setattr(script, "load_dataset", lambda name, data_dir: data)
     monkeypatch.setattr(sys, "argv", ["diagnose_run.py", str(tmp_path / "last.safetensors"), "--batches", "2"])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--draws", "2"])
     script.main()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [
@@ -82,4 +86,6 @@ def test_the_command_prints_all(script, model, split, tmp_path, monkeypatch, cap
         "gradient in bfloat16",
         "accuracy as saved",
         "accuracy with BN's statistics from 2 batches",
+        "draw 1",
+        "draw 2",
     ]

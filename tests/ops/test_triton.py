@@ -232,6 +232,23 @@ def test_a_recurrent_module_gives_the_same_on_both_backends(monkeypatch):
         assert rms(got.float(), want.float()) < 1e-4, name
 
 
+@pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+def test_a_compiler_takes_the_kernels_whole(nonlinearity):
+    torch._dynamo.reset()
+    module = Recurrent(4, 16, 12, 2, nonlinearity=nonlinearity, backend="triton").to(DEVICE)
+    traced = torch.compile(copy.deepcopy(module), backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 8, 6, 5, device=DEVICE)
+    for training in (True, False):
+        expected, actual = module.train(training)(x), traced.train(training)(x)
+        assert rms(actual, expected) < 1e-5
+        expected.square().sum().backward()
+        actual.square().sum().backward()
+    for (name, got), want in zip(traced.named_parameters(), module.parameters(), strict=True):
+        assert rms(got.grad, want.grad) < 1e-4, name
+    for (name, got), want in zip(traced.named_buffers(), module.buffers(), strict=True):
+        assert rms(got, want) < 1e-5, name
+
+
 def test_an_explicit_request_that_cannot_be_met_raises():
     layer = CRC(4, 16, 2, backend="triton").to(DEVICE)
     with pytest.raises(ValueError, match="float64"):
