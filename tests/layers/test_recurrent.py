@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from recnets.layers import MODES, NONLINEARITIES, Recurrent
+from recnets.layers import MODES, NONLINEARITIES, Recurrent, recurrent
 
 KERNELS = [(3, 3), (3, 1), (1, 3), (5, 3)]
 SHAPES = [(1, 3, 2, 4, 2, 5, 3), (3, 1, 4, 5, 1, 4, 7), (7, 2, 3, 1, 2, 2, 3)]  # d, s_in, s_out, c_out, N, H, W
@@ -244,3 +244,17 @@ def test_inference_with_and_without_onednn(s_out, side, onednn, randomise):
     expected = module(x.double()).detach()
     with torch.no_grad(), torch.backends.mkldnn.flags(enabled=onednn):
         assert float((module.float()(x) - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_training_streams_on_a_cpu_where_all_states_together_are_large(monkeypatch, compare, randomise):
+    module = randomise(Recurrent(2, 3, 4, 3)).train()
+    calls = []
+    module.crc.register_forward_hook(lambda *_: calls.append("whole"))
+    x = torch.randn(2, 6, 5, 5, dtype=torch.float64)
+    states = 2 * 3 * 3 * 5 * 5 * 8  # bytes
+    for widest, whole in ((states, True), (states - 1, False)):
+        monkeypatch.setattr(recurrent, "WIDEST", widest)
+        calls.clear()
+        module(x)
+        assert bool(calls) == whole
+    compare(module, x)

@@ -19,6 +19,8 @@ from recnets.ops.norm import Norm
 from recnets.utils import choose
 
 MODES = ("auto", "concat", "stream")
+WIDEST = 2**25
+"""Bytes: a CPU's allocator gives larger tensors back to the system at once, and each new one costs its page faults."""
 
 
 class Recurrent(nn.Module):
@@ -26,11 +28,12 @@ class Recurrent(nn.Module):
 
     `mode` chooses how it is computed, never what:
 
-    - "concat": the CRC layer's whole output, then the 1×1 convolution. Fastest to train.
+    - "concat": the CRC layer's whole output, then the 1×1 convolution. Fastest to train on a GPU.
     - "stream": the paper's Computational Simplification, y = Σ_i h_i ⊛ A_i, one s_out-wide state alive at a time;
       without gradients nothing d·s_out wide is ever allocated. In half precision the running sum is kept in that
       precision, unless one kernel runs the whole module (on CUDA, in evaluation), which keeps it in fp32.
-    - "auto" (default): streams whenever no gradient is needed (with backend="triton", where that kernel runs).
+    - "auto" (default): streams whenever no gradient is needed (with backend="triton", where that kernel runs), and on a
+      CPU in training too where the whole output would be large (`WIDEST`).
 
     Called with `pool=True` it gives the 2×2 maxima of its output.
     """
@@ -58,10 +61,16 @@ class Recurrent(nn.Module):
                 return fused
         # An explicit backend="triton" never falls back, and the kernels give all hidden states.
         whole = (grad and not torch.jit.is_tracing()) or self.crc.backend == "triton"
-        if self.mode == "concat" or (self.mode == "auto" and whole):
+        if self.mode == "concat" or (self.mode == "auto" and whole and not self._too_wide(x)):
             return self.transition(self.crc(x), pool=pool)
         out = self._stream(x)
         return F.max_pool2d(out, 2) if pool else out
+
+    def _too_wide(self, x: Tensor) -> bool:
+        """Is a CPU faster with one state after the other?"""
+        if x.device.type != "cpu" or self.crc.backend == "triton" or torch.compiler.is_compiling():
+            return False
+        return x.numel() // self.crc.s_in * self.crc.s_out * x.element_size() > WIDEST
 
     def _needs_grad(self, x: Tensor) -> bool:
         if forward_ad._current_level >= 0:  # tangents pass through what no backward pass needs
