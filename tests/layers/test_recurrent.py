@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -248,13 +249,37 @@ def test_inference_with_and_without_onednn(s_out, side, onednn, randomise):
 
 def test_training_streams_on_a_cpu_where_all_states_together_are_large(monkeypatch, compare, randomise):
     module = randomise(Recurrent(2, 3, 4, 3)).train()
-    calls = []
-    module.crc.register_forward_hook(lambda *_: calls.append("whole"))
+    streamed = []
+    stream = module._stream
+    monkeypatch.setattr(module, "_stream", lambda x: streamed.append(True) or stream(x))
     x = torch.randn(2, 6, 5, 5, dtype=torch.float64)
     states = 2 * 3 * 3 * 5 * 5 * 8  # bytes
-    for widest, whole in ((states, True), (states - 1, False)):
+    for widest, expected in ((states, []), (states - 1, [True])):
         monkeypatch.setattr(recurrent, "WIDEST", widest)
-        calls.clear()
+        streamed.clear()
         module(x)
-        assert bool(calls) == whole
+        assert streamed == expected
     compare(module, x)
+    streamed.clear()
+    calls = []
+    module.crc.register_forward_hook(lambda *_: calls.append(True))  # who looks at the layer sees it called
+    module(x)
+    assert (streamed, calls) == ([], [True])
+
+
+def test_a_pruned_layer_trains_with_large_states(monkeypatch):
+    monkeypatch.setattr(recurrent, "WIDEST", 0)
+    module = Recurrent(2, 3, 4, 3)
+    prune.custom_from_mask(module.crc, "weight_x", torch.rand_like(module.crc.weight_x) > 0.5)
+    for _ in range(2):
+        module(torch.randn(2, 6, 5, 5)).sum().backward()
+
+
+def test_a_module_pickled_with_a_plain_mode_still_runs():
+    module = Recurrent(2, 3, 4, 3, mode="stream")
+    state = {**module.__dict__, "mode": "concat"}
+    del state["_mode"]
+    old = Recurrent.__new__(Recurrent)
+    old.__setstate__(state)
+    assert old.mode == "concat"
+    old(torch.randn(1, 6, 4, 4))

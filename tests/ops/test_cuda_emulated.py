@@ -7,7 +7,10 @@ import re
 import pytest
 import torch
 
+from recnets.layers import CRC, Recurrent
 from recnets.layers.crc import NONLINEARITIES
+from recnets.layers.norm import norm_of
+from recnets.ops import dispatch
 from recnets.ops.cuda import inference, inference_plan, norm_relu, nvrtc, plan
 from recnets.ops.cuda.inference import EvalNorm
 from recnets.ops.cuda.plan import Layer
@@ -98,6 +101,20 @@ def test_every_nonlinearity_of_a_layer(nonlinearity, frozen, emulated):
     assert ("norm_relu_forward" in device.launched) == (nonlinearity == "linear" and not frozen)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_another_default_dtype(dtype, emulated):
+    emulated(4)
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(dtype)
+    try:
+        layer = CRC(4, 16, 2, backend="triton").float()
+        layer(torch.randn(2, 8, 5, 5).bfloat16()).float().sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert layer.norm.running_var.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
 # More warps, more blocks a multiprocessor, fewer channels a block than the chosen plans have.
 OTHER_PLANS = [
     (1, 64, 4, 16, "prefetch"), (2, 64, 2, 8, "prefetch"), (2, 32, 4, 8, "single"), (2, 32, 2, 8, "neither"),
@@ -131,7 +148,8 @@ def test_threads_in_another_order(count, shape, seed, emulated, rms):
 
 # Multiprocessors; N, H, W, C; is a block's share kept, forwards and backwards?
 MAPS = [(4, (3, 6, 8, 40), (True, True)), (3, (5, 7, 9, 120), (True, True)), (1, (9, 16, 16, 40), (True, False)),
-        (1, (12, 16, 16, 40), (False, False)), (2, (2, 4, 4, 720), (True, True))]  # fmt: skip
+        (1, (12, 16, 16, 40), (False, False)), (2, (2, 4, 4, 720), (True, True)),
+        (2, (2, 4, 4, 1280), (True, True)), (1, (2, 10, 10, 2048), (False, False))]  # fmt: skip
 
 
 @pytest.mark.parametrize("pool", [False, True])
@@ -186,6 +204,25 @@ def check_inference(cluster, splits, buffers, shape, dtype, rms, monkeypatch) ->
 def test_inference(module, emulated, rms, monkeypatch):
     emulated(module[0])  # so that a cluster takes several groups of images
     check_inference(*module, torch.bfloat16, rms, monkeypatch)
+
+
+@pytest.mark.parametrize("nonlinearity", ["relu", "shared_bn_relu"])
+def test_inference_with_other_nonlinearities(nonlinearity, emulated, rms):
+    emulated(4)
+    module = Recurrent(8, 32, 24, 3, nonlinearity=nonlinearity).eval()
+    crc, last = module.crc, module.transition.norm
+    for tensor in (crc.bias, None if crc.norm is None else crc.norm.bias):
+        if tensor is not None:
+            torch.nn.init.normal_(tensor, std=0.3)
+    if crc.norm is not None:
+        torch.nn.init.uniform_(crc.norm.running_var, 0.5, 2.0)
+    x = torch.randn(2, 24, 8, 8).bfloat16()
+    own = dispatch._norm_of_steps(crc.step_norm(), crc.bias, 3, crc.weight_x)
+    norms = [EvalNorm(n.weight, n.bias, n.mean, n.var, n.eps) for n in (own, norm_of(last))]
+    with torch.no_grad():
+        rows, matrix = x.permute(0, 2, 3, 1).contiguous(), module.transition.conv.weight.flatten(1)
+        out = inference.run(rows, crc.weight_x, crc.weight_h, matrix, *norms, 3).permute(0, 3, 1, 2)
+        assert rms(out, copy.deepcopy(module).double()(x.double())) < 1e-2
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -249,6 +249,27 @@ def test_a_compiler_takes_the_kernels_whole(nonlinearity):
         assert rms(got, want) < 1e-5, name
 
 
+@pytest.mark.parametrize("nonlinearity", ["relu", "separate_bn_relu"])
+def test_what_looks_at_operators_one_by_one_does_not_get_kernels(nonlinearity, monkeypatch):
+    layer = CRC(4, 16, 2, nonlinearity=nonlinearity, backend="triton").to(DEVICE).eval()
+    x = torch.randn(1, 8, 4, 4, device=DEVICE)
+    with pytest.raises(ValueError, match="no forward-mode derivative"):
+        torch.func.jvp(layer, (x,), (x,))
+    with pytest.raises(ValueError, match=r"transformations of torch\.func"):
+        torch.func.grad(lambda t: layer(t).sum())(x)
+    # "auto" runs in plain PyTorch there. Without a GPU it does so anyway, unless it is told that this is none.
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    monkeypatch.setattr(dispatch, "cannot_run", lambda *_: None)
+    layer.backend = "auto"
+    tangent = torch.func.jvp(layer, (x,), (x,))[1]
+    assert tangent.abs().sum() > 0
+    assert torch.func.grad(lambda t: layer(t).sum())(x).abs().sum() > 0
+    graph = str(torch.export.export(layer, (x,)).graph)
+    assert "conv" in graph
+    assert "recnets" not in graph
+    assert "recnets::" not in str(torch.jit.trace(layer, x, check_trace=False).graph)
+
+
 def test_an_explicit_request_that_cannot_be_met_raises():
     layer = CRC(4, 16, 2, backend="triton").to(DEVICE)
     with pytest.raises(ValueError, match="float64"):

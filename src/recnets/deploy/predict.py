@@ -12,7 +12,6 @@ from torch import nn
 
 from recnets.data.folder import SUFFIXES, read_picture
 from recnets.deploy.check import normalise
-from recnets.deploy.live import frozen
 from recnets.errors import RecNetsError
 from recnets.models.weights import check_classes, image_size_of
 
@@ -60,8 +59,19 @@ def predict(model: nn.Module, metadata: dict[str, Any], paths: Iterable[Path], t
     check_classes(outputs, metadata)
     names = metadata.get("classes") or [str(i) for i in range(outputs)]
     size = image_size_of(metadata)
-    model = frozen(model)
-    for path in pictures(paths):
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield from _predictions(model, metadata, pictures(paths), size, names, min(top, outputs))
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _predictions(
+    model: nn.Module, metadata: dict[str, Any], paths: Iterable[Path], size: tuple[int, int], names: list[str], top: int
+) -> Iterator[Prediction]:
+    for path in paths:
         try:
             image = read_picture(path, size, int(model.in_channels))  # type: ignore[arg-type]
         except RecNetsError:  # Pillow is missing, which no other picture will mend
@@ -70,5 +80,5 @@ def predict(model: nn.Module, metadata: dict[str, Any], paths: Iterable[Path], t
             yield Prediction(path, [], _reason(path, error))
             continue
         probabilities = model(normalise(image[None], metadata)).softmax(dim=1)[0]
-        values, indices = probabilities.topk(min(top, outputs))
+        values, indices = probabilities.topk(top)
         yield Prediction(path, [(names[i], float(p)) for p, i in zip(values, indices.tolist(), strict=True)])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 
 from recnets.layers.crc import CRC
 from recnets.layers.norm import norm_of
@@ -21,6 +22,12 @@ from recnets.utils import choose
 MODES = ("auto", "concat", "stream")
 WIDEST = 2**25
 """Bytes: a CPU's allocator gives larger tensors back to the system at once, and each new one costs its page faults."""
+
+
+def hooked(module: nn.Module) -> bool:
+    """Does anyone look at what goes into or out of this module?"""
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(len(hooks) > 0 for hooks in own) or bool(_has_any_global_hook())
 
 
 class Recurrent(nn.Module):
@@ -43,6 +50,12 @@ class Recurrent(nn.Module):
         self.mode = mode
         self.crc = CRC(s_in, s_out, d, **crc_options)
         self.transition = TransitionBlock(d * s_out, c_out, backend=self.crc.backend)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "mode" in state:  # of a module pickled before the mode was checked
+            state = {**state, "_mode": state["mode"]}
+            del state["mode"]
+        super().__setstate__(state)
 
     @property
     def mode(self) -> str:
@@ -67,8 +80,10 @@ class Recurrent(nn.Module):
         return F.max_pool2d(out, 2) if pool else out
 
     def _too_wide(self, x: Tensor) -> bool:
-        """Is a CPU faster with one state after the other?"""
+        """Is a CPU faster with one state after the other, and may the layer and the transition be passed by?"""
         if x.device.type != "cpu" or self.crc.backend == "triton" or torch.compiler.is_compiling():
+            return False
+        if any(hooked(module) for module in (self.crc, *self.transition.modules())):
             return False
         return x.numel() // self.crc.s_in * self.crc.s_out * x.element_size() > WIDEST
 

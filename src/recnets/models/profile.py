@@ -165,6 +165,9 @@ def _shadow(model: nn.Module, image_size: int | tuple[int, int]) -> tuple[nn.Mod
     height, width = image_sides(image_size)
     shadow = copy.deepcopy(model).to("meta").eval()
     _set_mode(shadow, "concat")
+    for module in shadow.modules():  # kernels take no tensors without storage
+        if hasattr(module, "backend"):
+            setattr(module, "backend", "torch")  # noqa: B010 - mypy knows modules' own attributes only
     dtype = next((p.dtype for p in shadow.parameters()), torch.float32)
     channels = int(getattr(model, "in_channels", 3))
     return shadow, torch.empty(1, channels, height, width, device="meta", dtype=dtype)

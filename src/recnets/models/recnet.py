@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from recnets.errors import RecNetsError
 from recnets.layers import CRC, Recurrent
 from recnets.layers.crc import check_dtype, check_input
 from recnets.layers.norm import norm_of
+from recnets.layers.recurrent import hooked
 from recnets.models.registry import ModelConfig, kept_metadata, register_model
 from recnets.ops import dispatch
 from recnets.utils import choose, did_you_mean, positive_int
@@ -41,7 +41,7 @@ class Stem(nn.Module):
         if type(conv) is nn.Conv2d and self.backend != "triton":  # another module may have taken its place
             check_dtype(x, conv.weight, "the stem")
         norm = norm_of(self.norm)
-        if not _same_3x3(conv) or _hooked(conv):
+        if not _same_3x3(conv) or hooked(conv):
             return dispatch.norm_relu(conv(x), norm, backend=self.backend)
         return dispatch.stem(x, conv.weight, conv.bias, norm, backend=self.backend)
 
@@ -60,12 +60,6 @@ def _halves(pool: nn.Module) -> bool:
         return False
     settings = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.return_indices, pool.ceil_mode)
     return settings == (2, 2, 0, 1, False, False)
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Does anyone look at what goes into or out of this module?"""
-    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(len(hooks) > 0 for hooks in own) or bool(_has_any_global_hook())
 
 
 def _sizes(values: Sequence[int], what: str) -> tuple[int, ...]:
@@ -215,7 +209,7 @@ class RecNet(nn.Module):
         if (self.training or x.is_cuda) and _halves(self.pool) and type(stage) is nn.Sequential and len(stage) == 2:
             first, second = stage
             if isinstance(second, Recurrent) and not any(
-                _hooked(module) for module in (stage, second, second.transition, self.pool)
+                hooked(module) for module in (stage, second, second.transition, self.pool)
             ):
                 return second(first(x), pool=True)
         return self.pool(stage(x))

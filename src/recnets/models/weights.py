@@ -51,9 +51,10 @@ def check_classes(num_classes: int, metadata: Mapping[str, Any]) -> None:
     classes = metadata.get("classes")
     if classes is None or num_classes == 0:
         return
-    count = len(classes) if isinstance(classes, list | tuple) else repr(classes)
-    if count != num_classes:
-        raise ValueError(f"the metadata name {count} classes, the model has num_classes={num_classes}")
+    if not isinstance(classes, list | tuple):
+        raise ValueError(f"the metadata's classes must be a list of names, got {classes!r}")
+    if len(classes) != num_classes:
+        raise ValueError(f"the metadata name {len(classes)} classes, the model has num_classes={num_classes}")
 
 
 def image_size_of(metadata: Mapping[str, Any]) -> tuple[int, int]:

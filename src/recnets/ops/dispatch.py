@@ -116,6 +116,7 @@ def crc(
         return plain.crc(x, weight_x, weight_h, bias, norm, r)
     s_out, s_in = weight_x.shape[:2]
     reason = missing_kernel(r, weight_x.shape[-1], weight_h.shape[-1], s_in, s_out) or cannot_run(x, norm, r.d * s_out)
+    reason = reason or _looked_through(backend)
     inside = None if r.nonlinearity == "linear" else norm  # Eq. 4 normalises what the recursion leaves
     if reason is None and weight_x.device != x.device:
         reason = f"the kernels need input and weights on one device, got {x.device} and {weight_x.device}"
@@ -131,12 +132,24 @@ def crc(
         assert own.var is not None
         known = torch.stack([own.mean, own.var]).float().view(2, r.d, s_out)
     relu = r.nonlinearity != "linear"
-    h, _, sums = fused.crc(x.to(compute_dtype(x)), weight_x, weight_h, own.weight, own.bias, known, r.d, own.eps, relu)
+    h, z, sums = fused.crc(x.to(compute_dtype(x)), weight_x, weight_h, own.weight, own.bias, known, r.d, own.eps, relu)
+    del z  # as wide as h, and only the backward pass needs it
     if inside is not None and known is None:
         _update(sums, inside, x)
     if relu:
         return h
     return torch.relu(h) if norm is None else norm_relu(h, norm, backend=backend)
+
+
+def _looked_through(backend: str) -> str | None:
+    """Why the kernels cannot run under what now looks at the operators one by one, or None."""
+    if forward_ad._current_level >= 0:
+        return "the kernels have no forward-mode derivative"
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return "what is traced should run elsewhere too" if backend == "auto" else None
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return "the kernels have no rules for the transformations of torch.func"
+    return None
 
 
 def _norm_of_steps(norm: Norm | None, bias: Tensor | None, d: int, weight_x: Tensor) -> Norm:
@@ -150,7 +163,7 @@ def _norm_of_steps(norm: Norm | None, bias: Tensor | None, d: int, weight_x: Ten
         return t if t is None or t.shape[0] == channels else t.repeat(d)
 
     if norm is None:
-        zeros, ones = (torch.full((channels,), v, device=weight_x.device) for v in (0.0, 1.0))
+        zeros, ones = (torch.full((channels,), v, dtype=torch.float32, device=weight_x.device) for v in (0.0, 1.0))
         return Norm(zeros, ones, ones, zeros if bias is None else each(bias), False, 0.0, 0.0)
     return norm._replace(mean=each(norm.mean), var=each(norm.var), weight=each(norm.weight), bias=each(norm.bias))
 
@@ -171,15 +184,15 @@ def recurrent_eval(
         return None
     if r.nonlinearity == "linear" or (norm is not None and bias is not None):
         return None
-    norms = (_norm_of_steps(norm, bias, r.d, weight_x), last)
-    for n in norms:
-        if n.batch_statistics or any(t is None for t in (n.mean, n.var, n.weight, n.bias)):
+    for n in (norm, last):
+        if n is not None and (n.batch_statistics or any(t is None for t in (n.mean, n.var, n.weight, n.bias))):
             return None
     if missing_kernel(r, kernel_x, weight_h.shape[-1], s_in, s_out) is not None:
         return None
     x = x.to(compute_dtype(x))
     if not inference.supports(x, inference.module_of(x.permute(0, 2, 3, 1), weight_x, weight_h, matrix, r.d, pool)):
         return None
+    norms = (_norm_of_steps(norm, bias, r.d, weight_x), last)
     steps, after = ((n.weight, n.bias, n.mean, n.var, n.eps) for n in norms)
     weight_x, weight_h = _taps_in_order(weight_x), _taps_in_order(weight_h)
     return inference.recurrent_eval(x, weight_x, weight_h, *steps, matrix, *after, r.d, pool)

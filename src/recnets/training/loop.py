@@ -314,7 +314,11 @@ class Loop:
         bad = 0 if largest < LARGEST else 1 if math.isfinite(largest) else 2  # a comparison with nan is false
         bad = session.processes.largest([bad], session.device)[0]
         if bad:
-            what = "the weights are not finite numbers" if bad == 2 else f"weights or momentum exceed {LARGEST:g}"
+            what = (
+                "the weights are not finite numbers"
+                if bad == 2
+                else f"weights, statistics or momentum exceed {LARGEST:g}"
+            )
             raise self._diverged(what, max(self.position.step - 1, 0))
 
     def _save(self, extra_train_seconds: float = 0.0, extra_images: int = 0) -> None:

@@ -172,7 +172,7 @@ def _run(
     try:
         outcome = loop.run()
         summary = _finish(loop, origin) if outcome in ("finished", "epochs") else None
-    except Diverged:
+    except (Diverged, Misuse):
         raise
     except (RecNetsError, OSError) as error:  # a full disk, say: the last checkpoint is whole
         raise RecNetsError(f"{error}; once that is mended, {_go_on(folder)}") from error

@@ -121,7 +121,8 @@ class Sums:
         self.zeros = torch.empty(size + layer.d, dtype=torch.float32, device=device)
         # Counters are integers, whose zero is the same.
         self.copies, self.counters = self.zeros[:size], self.zeros[size:]
-        self.total = torch.empty(2, layer.d, layer.so, device=device) if known is None else known
+        shape = (2, layer.d, layer.so)
+        self.total = torch.empty(shape, dtype=torch.float32, device=device) if known is None else known
 
 
 def _grid(kernel: nvrtc.Kernel, chosen: plan.Plan, layer: Layer, device: int) -> tuple[int, int, int]:

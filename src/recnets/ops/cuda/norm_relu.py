@@ -11,6 +11,8 @@ from recnets.ops.cuda import kernels, nvrtc, plan
 from recnets.ops.cuda.kernels import multiprocessors
 from recnets.ops.cuda.plan import cdiv
 
+WIDEST = 2048  # a block of 256 threads has one for each 8 channels
+
 
 class MapPlan(NamedTuple):
     """Constants of a kernel: threads a block, whether a block keeps its share, units a block, blocks, shared memory."""
@@ -40,7 +42,7 @@ def supports(y: Tensor, pool: bool) -> bool:
     if not kernels.takes(y):
         return False
     _, height, width, channels = y.shape
-    return channels % 8 == 0 and channels <= 1024 and not (pool and (height % 2 or width % 2))
+    return channels % 8 == 0 and channels <= WIDEST and not (pool and (height % 2 or width % 2))
 
 
 def _kernel(name: str, y: Tensor, chosen: MapPlan, pool: bool) -> nvrtc.Kernel:

@@ -83,7 +83,7 @@ class Sums:
     def __init__(self, d: int, s_out: int, programs: int, device: torch.device, known: Tensor | None = None) -> None:
         self.atomic = known is not None or not torch.are_deterministic_algorithms_enabled()
         self.total = torch.zeros(2, d, s_out, dtype=torch.float32, device=device) if known is None else known
-        self.parts = self.total if self.atomic else torch.empty(programs, 2, s_out, device=device)
+        self.parts = self.total if self.atomic else torch.empty(programs, 2, s_out, dtype=torch.float32, device=device)
 
     def finish(self, i: int) -> None:
         """After launch i: add the programs' parts, if they were kept apart."""
@@ -267,8 +267,8 @@ def _backward(ctx: Any, dh: Tensor | None, dz: None, dsums: None) -> tuple[Tenso
         return (None,) * 9
     *saved, gamma, beta = ctx.saved_tensors
     dx, dwx, dwh, dnorm = crc_backward(dh, *saved, gamma, beta, *ctx.settings)
-    dbeta, dgamma = dnorm.flatten(1).to(gamma.dtype)
-    return dx, dwx, dwh, dgamma, dbeta, None, None, None, None
+    dbeta, dgamma = dnorm.flatten(1)
+    return dx, dwx, dwh, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), None, None, None, None
 
 
 crc.register_autograd(_backward, setup_context=_setup_context)
