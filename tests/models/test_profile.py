@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from recnets import RecNet, Recurrent, create_model, list_models, profile
 from recnets.models.profile import check_image_size, count_macs, count_parameters, peak_live_bytes, receptive_field
+from recnets.ops import dispatch
 
 
 def test_main_model():
@@ -179,3 +180,11 @@ def test_pictures_that_a_model_cannot_take(name, message):
     assert check_image_size(model, 8) == (8, 8)
     with pytest.raises(ValueError, match=message):
         check_image_size(model, (3, 9))
+
+
+@pytest.mark.skipif(not dispatch.AVAILABLE, reason="needs the package 'triton'")
+def test_a_network_of_kernels_is_measured_without_them():
+    plain, fused = (create_model("RecNet(2, 2, 3, 2, 1)", backend=backend) for backend in ("torch", "triton"))
+    assert check_image_size(fused, 8) == (8, 8)
+    assert count_macs(fused, 8) == count_macs(plain, 8)
+    assert fused.stages[0][0].crc.backend == "triton"

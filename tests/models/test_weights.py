@@ -153,9 +153,12 @@ def test_failed_save_keeps_the_old_file(saved):
 def test_one_name_for_each_class(saved):
     path, model = saved
     before = path.read_bytes()
-    for classes in (["a"], ["a", "b", "c"], 2.5):
-        with pytest.raises(ValueError, match=r"the metadata name .* classes, the model has num_classes=2"):
+    for classes in (["a"], ["a", "b", "c"]):
+        with pytest.raises(ValueError, match=rf"the metadata name {len(classes)} classes, .* has num_classes=2"):
             save_weights(path, model, {**METADATA, "classes": classes})
+    for no_list in (2.5, {"0": "a", "1": "b"}):
+        with pytest.raises(ValueError, match=r"the metadata's classes must be a list of names, got (2\.5|\{)"):
+            save_weights(path, model, {**METADATA, "classes": no_list})
     assert path.read_bytes() == before
     rewrite(path, classes='["a"]')
     with pytest.raises(RecNetsError, match=r"contradicts itself: the metadata name 1 classes, .*num_classes=2"):
