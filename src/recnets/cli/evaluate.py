@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from recnets.cli import output
 from recnets.data import DataSet, data_of, normalisation_of, spec_of
 from recnets.errors import RecNetsError
 from recnets.models import load_weights
@@ -64,7 +65,7 @@ def command(
     if json:
         print(json_module.dumps(_plain(weights, spec, split, found, evaluation), indent=2))
     else:
-        _show(Console(), weights, spec, split, found, evaluation, not no_per_class)
+        _show(output.console(), weights, spec, split, found, evaluation, not no_per_class)
     return 0
 
 

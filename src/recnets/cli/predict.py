@@ -21,7 +21,7 @@ def command(
     images: Annotated[tuple[Path, ...], tyro.conf.Positional],
     /,
     *,
-    weights: str = DEFAULT,
+    weights: str | None = None,
     top: int = 5,
     json: bool = False,
 ) -> int:
@@ -31,13 +31,14 @@ def command(
 
     Args:
         images: pictures, or folders of them.
-        weights: a run folder, a weights file or a published name; by default a network for CIFAR-100's classes.
+        weights: a run folder, a weights file or a published name; by default recnet_60_1280.cifar100.
         top: classes to show for each picture.
         json: print JSON, for programs.
     """
     if not images:
         raise ValueError("give at least one picture or folder")
-    if weights == DEFAULT:
+    if weights is None:
+        weights = DEFAULT
         print(f"the classes are CIFAR-100's, by {DEFAULT}; --weights takes others", file=sys.stderr)
     model, metadata = load_weights(weights)
     found = list(predict(model, metadata, images, top))
