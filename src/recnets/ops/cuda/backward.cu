@@ -102,7 +102,7 @@ struct NextTile {
     uint4 v[EACH], y[EACH];
 
     __device__ __forceinline__ void fetch(const u16* m, const u16* z, int i, const Tile& tile, int batch) {
-        const int c = threadIdx.x % CHUNKS * 8, loader = threadIdx.x / CHUNKS;
+        const int thread = thread_number(), c = thread % CHUNKS * 8, loader = thread / CHUNKS;
         const u16* from_m = m + (size_t)tile.first * SO + c;
         const u16* from_z = z + (size_t)tile.first * (D * SO) + i * SO + c;
 #pragma unroll
@@ -119,7 +119,7 @@ struct NextTile {
     }
     __device__ __forceinline__ void make_dz(u32 to, u16* dz, const float* coefficients, int i, int channel,
                                             const Tile& tile, int batch) {
-        const int c = threadIdx.x % CHUNKS * 8, loader = threadIdx.x / CHUNKS;
+        const int thread = thread_number(), c = thread % CHUNKS * 8, loader = thread / CHUNKS;
         if (loader >= LOADERS) return;
         const bool mine = c >= channel && c < channel + NB;
         const Combination combined(coefficients, c);

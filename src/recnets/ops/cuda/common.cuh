@@ -18,6 +18,13 @@ __host__ __device__ constexpr int pitch_of(int channels) {
 }
 __host__ __device__ constexpr int slots_of(int halo) { return IMAGES * (ROWS + 2 * halo) * (W + 2 * halo); }
 
+// A value that the compiler cannot compute ahead: what follows from it is worked out where it is needed, rather than
+// held in registers for the whole kernel.
+__device__ __forceinline__ int afresh(int v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
 struct Tile {
@@ -66,6 +73,8 @@ __device__ __forceinline__ bool pixel_of(int slot, const Tile& tile, int batch, 
 // With SINGLE, a block owns one tile for all steps: its own channels of its own pixels stay in shared memory, and only
 // foreign chunks of 8 channels come from other blocks: the rows of the halo, and the other blocks' channels.
 constexpr int CHUNKS = SO / 8, OWN_CHUNKS = NB / 8, SPLITS = SO / NB;
+// The thread's number, worked out afresh where dividing by CHUNKS is no shift: such places, held for all tiles, spill.
+__device__ __forceinline__ int thread_number() { return CHUNKS & (CHUNKS - 1) ? afresh(threadIdx.x) : threadIdx.x; }
 __host__ __device__ constexpr int foreign_rows(int halo) { return TILES_A_MAP > 1 ? 2 * halo * W * CHUNKS : 0; }
 __host__ __device__ constexpr int foreign_of(int halo) { return foreign_rows(halo) + PIXELS * (CHUNKS - OWN_CHUNKS); }
 
@@ -97,7 +106,7 @@ __device__ __forceinline__ bool shared_with_others(int q, int halo) {
 template <int HALO, int CHANNELS, int PITCH>
 __device__ __forceinline__ void copy_tile(u32 to, const u16* from, int stride, const Tile& tile, int batch) {
     constexpr int VECTOR = CHANNELS % 8 == 0 ? 8 : 4, CHUNKS = CHANNELS / VECTOR;
-    for (int e = threadIdx.x; e < slots_of(HALO) * CHUNKS; e += THREADS) {
+    for (int e = thread_number(); e < slots_of(HALO) * CHUNKS; e += THREADS) {
         const int slot = e / CHUNKS, chunk = e % CHUNKS;
         int pixel;
         bool inside;
@@ -122,7 +131,7 @@ constexpr int OWN_EACH = (PIXELS + OWN_LOADERS - 1) / OWN_LOADERS, OWN_BATCH = O
 // for the store before it.
 template <class L, class F>
 __device__ __forceinline__ void for_own(int count, L load, F use) {
-    const int loader = threadIdx.x / OWN_CHUNKS, at = threadIdx.x % OWN_CHUNKS * 16;
+    const int thread = thread_number(), loader = thread / OWN_CHUNKS, at = thread % OWN_CHUNKS * 16;
     if (loader >= OWN_LOADERS) return;
 #pragma unroll
     for (int k0 = 0; k0 < OWN_EACH; k0 += OWN_BATCH) {
@@ -162,14 +171,18 @@ template <int CHANNELS, int KERNEL, int COLUMNS, int PITCH, int PAIRS, int XPAIR
 __device__ __forceinline__ void convolve(float (&acc)[TM][TN][4], float (&extra)[TM][TX][4], const u32 (&corners)[TM],
                                          u32 weights, u32 extra_weights, int first_extra) {
     constexpr int PADDED = round_up(CHANNELS, 8), TAPS = KERNEL * KERNEL;
-    const bool upper = threadIdx.x & 16;  // these lanes address the second 8 of 16 channels
+    // The upper lanes address the second 8 of 16 channels: 16 bytes further on, or where that is the next tap.
+    const bool upper = threadIdx.x & 16, near = PADDED % 16 == 0;
+    u32 from[TM];  // opaque, so that what is added to it is part of the load and not a sum of its own
+#pragma unroll
+    for (int m = 0; m < TM; m++) from[m] = afresh(corners[m] + (near && upper ? 16 : 0));
 #pragma unroll
     for (int j = 0; j < steps_of(CHANNELS, KERNEL); j++) {
         const int k0 = 16 * j, k1 = 16 * j + 8 < TAPS * PADDED ? 16 * j + 8 : 0;
         const int t0 = k0 / PADDED, t1 = k1 / PADDED;
         const u32 o0 = ((t0 / KERNEL) * COLUMNS + t0 % KERNEL) * PITCH + k0 % PADDED * 2;
         const u32 o1 = ((t1 / KERNEL) * COLUMNS + t1 % KERNEL) * PITCH + k1 % PADDED * 2;
-        const u32 offset = upper ? o1 : o0;
+        const u32 offset = upper && !near ? o1 : o0;
         u32 b[(TN + 1) / 2][4];
         uint2 e[TX];
 #pragma unroll
@@ -183,7 +196,7 @@ __device__ __forceinline__ void convolve(float (&acc)[TM][TN][4], float (&extra)
 #pragma unroll
         for (int m = 0; m < TM; m++) {
             u32 a[4];
-            matrices(a, corners[m] + offset);
+            matrices(a, from[m] + offset);
 #pragma unroll
             for (int n = 0; MAIN && n < TN; n++) product(acc[m][n], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
 #pragma unroll

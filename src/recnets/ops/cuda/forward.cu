@@ -80,7 +80,7 @@ struct NextTile {
     uint4 v[EACH];
 
     __device__ __forceinline__ void fetch(const u16* z, int i, const Tile& tile, int batch) {
-        const int c = threadIdx.x % CHUNKS * 8, loader = threadIdx.x / CHUNKS;
+        const int thread = thread_number(), c = thread % CHUNKS * 8, loader = thread / CHUNKS;
         const u16* from = z + (size_t)tile.first * (D * SO) + i * SO + c;
 #pragma unroll
         for (int k = 0; k < EACH; k++) {
@@ -94,7 +94,7 @@ struct NextTile {
     }
     __device__ __forceinline__ void activate(u32 to, u16* h, const float* scale, const float* shift, int i, int channel,
                                              const Tile& tile, int batch) {
-        const int c = threadIdx.x % CHUNKS * 8, loader = threadIdx.x / CHUNKS;
+        const int thread = thread_number(), c = thread % CHUNKS * 8, loader = thread / CHUNKS;
         if (loader >= LOADERS) return;
         const bool mine = c >= channel && c < channel + NB;
         float s[8], t[8];

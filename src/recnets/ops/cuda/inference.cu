@@ -34,13 +34,6 @@ static_assert(SO % NB == 0 && NB % 16 == 0 && NB == WN * NT * 8 && SI % 4 == 0 &
 static_assert(OUTPUTS * NS >= C_OUT && TWM * TWN <= WM * WN, "all of y");
 static_assert(!POOL || TMT % 2 == 0, "a warp pools its own rows");
 
-// A value that the compiler cannot compute ahead: what follows from it is worked out where it is needed, rather than
-// held in registers for the whole kernel.
-__device__ __forceinline__ int afresh(int v) {
-    asm volatile("" : "+r"(v));
-    return v;
-}
-
 // ---- places ---------------------------------------------------------------------------------------------------------
 
 // A warp's part of a map is 16 pixels wide and TM rows high, so that a row that it loads serves three taps: 16 columns,

@@ -63,3 +63,8 @@ def kernel(
 def compile_ahead(name: str, dtype: torch.dtype, index: int, defines: dict[str, int]) -> Future[bytes]:
     """Start compiling what will be needed, in the background."""
     return nvrtc.binary(*_source(name, dtype, defines), index)
+
+
+def resources(name: str, dtype: torch.dtype, defines: dict[str, int], arch: str = "sm_90") -> nvrtc.Resources:
+    """What kernel `name` with these constants takes of a multiprocessor, on any machine that has NVRTC."""
+    return nvrtc.resources(*_source(name, dtype, defines), arch)

@@ -7,11 +7,12 @@ import hashlib
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +35,11 @@ def _driver() -> ctypes.CDLL:
 
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    """The NVRTC of PyTorch's CUDA version, from the loader's path or from the packages that PyTorch brings."""
-    major = str(torch.version.cuda).split(".")[0]
+    """The NVRTC of PyTorch's CUDA version, from the loader's path or from the packages that PyTorch brings.
+
+    A PyTorch without CUDA takes any: what it compiles, it can look at and not run.
+    """
+    major = str(torch.version.cuda or "*").split(".")[0]
     name = f"libnvrtc.so.{major}"
     places = [name]
     spec = importlib.util.find_spec("nvidia")
@@ -43,10 +47,13 @@ def _nvrtc() -> ctypes.CDLL:
         places += [str(path) for path in Path(folder).glob(f"*/lib/{name}")]
     for place in places:
         try:
-            return ctypes.CDLL(place)
+            library = ctypes.CDLL(place)
         except OSError:
             continue
-    raise OSError(f"{name} was not found; it belongs to PyTorch's CUDA packages")
+        for part in Path(place).parent.glob("libnvrtc-builtins.so.*"):  # which it would look for on the loader's path
+            ctypes.CDLL(str(part))
+        return library
+    raise OSError(f"{name} was not found; it belongs to PyTorch's CUDA packages (pip install nvidia-cuda-nvrtc)")
 
 
 def _check(status: int, what: str) -> None:
@@ -58,24 +65,49 @@ def _check(status: int, what: str) -> None:
 
 def compile_source(source: str, arch: str, defines: Sequence[str]) -> bytes:
     """The binary of a translation unit."""
+    return _compile(source, arch, defines)[0]
+
+
+def _compile(source: str, arch: str, options: Sequence[str]) -> tuple[bytes, str]:
+    """The binary of a translation unit, and what the compiler had to say."""
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"recnets.cu", 0, None, None):
         raise RuntimeError("NVRTC could not start")
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--use_fast_math", *defines]
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "--use_fast_math", *options]
     array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
-    failed = nvrtc.nvrtcCompileProgram(program, len(options), array)
-    size = ctypes.c_size_t()
-    if failed:
+    try:
+        failed = nvrtc.nvrtcCompileProgram(program, len(options), array)
+        size = ctypes.c_size_t()
         nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         log = ctypes.create_string_buffer(size.value)
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"a CUDA kernel does not compile with {' '.join(options)}:\n{log.value.decode()}")
-    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
-    binary = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetCUBIN(program, binary)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return binary.raw
+        if failed:
+            raise RuntimeError(f"a CUDA kernel does not compile with {' '.join(options)}:\n{log.value.decode()}")
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        binary = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, binary)
+        return binary.raw, log.value.decode()
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+class Resources(NamedTuple):
+    """What a kernel takes of a multiprocessor: registers a thread, and bytes of them that spill to memory."""
+
+    registers: int
+    spilled: int
+
+
+def resources(files: tuple[str, ...], defines: tuple[tuple[str, int], ...], arch: str = "sm_90") -> Resources:
+    """Of the kernel in these files with these constants. Needs NVRTC, but no GPU."""
+    options = ["--ptxas-options=-v", *_defined(defines)]
+    log = _compile(_text(files), arch, options)[1]
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    if spilled is None or registers is None:
+        raise RuntimeError(f"NVRTC does not say what a kernel takes:\n{log}")
+    return Resources(int(registers[1]), int(spilled[1]) + int(spilled[2]))
 
 
 class _Attribute(ctypes.Structure):
@@ -182,6 +214,14 @@ def _kept(source: str, arch: str, defines: Sequence[str]) -> bytes:
     return binary
 
 
+def _text(files: tuple[str, ...]) -> str:
+    return "\n".join((FOLDER / file).read_text() for file in files)
+
+
+def _defined(defines: tuple[tuple[str, int], ...]) -> list[str]:
+    return [f"-D{key}={value}" for key, value in defines]
+
+
 @cache
 def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="recnets-nvrtc")
@@ -190,10 +230,8 @@ def _compilers() -> ThreadPoolExecutor:
 @cache
 def binary(files: tuple[str, ...], defines: tuple[tuple[str, int], ...], index: int) -> Future[bytes]:
     """The binary of these files with these constants for CUDA device `index`, compiled in the background."""
-    source = "\n".join((FOLDER / file).read_text() for file in files)
     major, minor = torch.cuda.get_device_capability(index)
-    options = [f"-D{key}={value}" for key, value in defines]
-    return _compilers().submit(_kept, source, f"sm_{major}{minor}", options)
+    return _compilers().submit(_kept, _text(files), f"sm_{major}{minor}", _defined(defines))
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor
 from recnets.ops.cuda import crc as cuda_crc
 from recnets.ops.triton import backward as bwd
 from recnets.ops.triton import forward as fwd
-from recnets.ops.triton.tiles import grad_parts, grad_tiles, power, step_tiles
+from recnets.ops.triton.tiles import Tiles, grad_parts, grad_tiles, power, stages, step_tiles
 
 ELEMENTWISE = 1024
 
@@ -77,6 +77,12 @@ def _early(x: Tensor, follows: bool) -> dict[str, bool]:
     return {"PDL": early, "launch_pdl": early} if x.is_cuda else {"PDL": False}
 
 
+def _launch(tiles: Tiles, columns: int, channels: int, x: Tensor) -> dict[str, int]:
+    """Launch options of a convolution of so many channels in tiles of BM pixels by `columns` outputs."""
+    fitting = stages(tiles.stages, tiles.bm, columns, channels, x.device, x.element_size())
+    return {"num_warps": tiles.warps, "num_stages": fitting}
+
+
 class Sums:
     """Two sums a channel and step: added atomically, or in a fixed order where determinism is asked for."""
 
@@ -124,7 +130,7 @@ def _forward(
             BM=tiles.bm, BN=tiles.bn, BKX=_block(s_in), BKH=_block(s_out), TAPS=taps,
             HALO=_halo(kernel_h, tiles.bm, height, width), BC=padded, BP=block,
             PRECISION=_precision(x.dtype), ATOMIC=sums.atomic, UNROLL=tiles.unroll, BATCH=batch, RELU=relu,
-            num_warps=tiles.warps, num_stages=tiles.stages, **_early(x, i > 0 and sums.atomic),
+            **_launch(tiles, tiles.bn, max(s_in, s_out), x), **_early(x, i > 0 and sums.atomic),
         )  # fmt: skip
         sums.finish(i)
     fwd.activate_kernel[(triton.cdiv(pixels, block),)](
@@ -202,7 +208,7 @@ def crc_backward(
             height, width, d, s_out, kernel_h,
             BM=tiles.bm, BN=tiles.bn, BKH=_block(s_out), HALO=_halo(kernel_h, tiles.bm, height, width),
             BC=padded, BP=block, PRECISION=precision, ATOMIC=gsums.atomic, UNROLL=tiles.unroll, BATCH=batch, RELU=relu,
-            num_warps=tiles.warps, num_stages=tiles.stages, **_early(x, i < d - 1 and gsums.atomic),
+            **_launch(tiles, tiles.bn, s_out, x), **_early(x, i < d - 1 and gsums.atomic),
         )  # fmt: skip
         gsums.finish(i)
     bwd.norm_grad_kernel[(triton.cdiv(pixels, block),)](
@@ -213,7 +219,7 @@ def crc_backward(
     bwd.input_grad_kernel[(triton.cdiv(pixels, tiles.bm), d)](
         dz, wx, dx, pixels, height, width, d, s_in, s_out, kernel_x,
         BM=tiles.bm, BN=power(s_in), BK=_block(s_out), PRECISION=precision, UNROLL=tiles.unroll,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        **_launch(tiles, power(s_in), s_out, x),
     )  # fmt: skip
     dwx = _weight_grad(rows, dz, weight_x, d, lag=0)
     dwh = _weight_grad(h, dz, weight_h, d, lag=1)
@@ -232,10 +238,11 @@ def _weight_grad(a: Tensor, dz: Tensor, weight: Tensor, d: int, lag: int) -> Ten
     out_blocks = triton.cdiv(s_out, tiles.bo)
     chunks, each, count = grad_parts(pixels, d - lag, columns * out_blocks, tiles, a.device)
     parts = torch.empty(count, kernel * kernel, channels, s_out, dtype=torch.float32, device=a.device)
+    fitting = stages(tiles.stages, tiles.bo, tiles.bn, tiles.bp, a.device, a.element_size())
     bwd.weight_grad_kernel[(count, columns, out_blocks)](
         a, dz, parts, pixels, chunks, each, height, width, d, channels, s_out, kernel, lag,
         BO=tiles.bo, BN=tiles.bn, BP=tiles.bp, PRECISION=_precision(a.dtype),
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=fitting,
     )  # fmt: skip
     grad = torch.empty_like(weight)
     grid = (triton.cdiv(grad.numel(), 64),)

@@ -44,6 +44,23 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may take: 227 KiB of an H200, 99 of many smaller GPUs, 64 of AMD's."""
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+
+
+def stages(most: int, rows: int, columns: int, inner: int, device: torch.device, itemsize: int) -> int:
+    """How many products (rows, inner) x (inner, columns) may be under way: `most`, or as many as fit.
+
+    All but one of them wait in shared memory.
+    """
+    if device.type != "cuda":
+        return most
+    return max(1, min(most, 1 + shared_memory(device) // ((rows + columns) * inner * itemsize)))
+
+
 def power(channels: int) -> int:
     """Channels padded to a power of two that a product takes."""
     return max(16, triton.next_power_of_2(channels))
