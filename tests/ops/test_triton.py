@@ -270,6 +270,17 @@ def test_what_looks_at_operators_one_by_one_does_not_get_kernels(nonlinearity, m
     assert "recnets::" not in str(torch.jit.trace(layer, x, check_trace=False).graph)
 
 
+def test_operators_run_on_the_device_of_their_tensors(monkeypatch):
+    """Triton launches on the current device: of a network on the second GPU, that may be the first."""
+    guard, guarded = torch.cuda.device_of, []
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: guarded.append(tensor) or guard(tensor))
+    module = Recurrent(4, 16, 12, 2, backend="triton").to(DEVICE)
+    module(torch.randn(2, 8, 4, 6, device=DEVICE), pool=True).sum().backward()
+    # The layer, the norm, what both leave in running statistics, and the two backwards.
+    assert len(guarded) == 6
+    assert {tensor.device.type for tensor in guarded} == {DEVICE}
+
+
 def test_an_explicit_request_that_cannot_be_met_raises():
     layer = CRC(4, 16, 2, backend="triton").to(DEVICE)
     with pytest.raises(ValueError, match="float64"):

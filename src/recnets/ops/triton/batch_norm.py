@@ -20,7 +20,7 @@ from torch import Tensor
 from recnets.ops.cuda import norm_relu as cuda
 from recnets.ops.triton import backward as bwd
 from recnets.ops.triton import forward as fwd
-from recnets.ops.triton.op import Sums, map_of, rows_block, rows_of
+from recnets.ops.triton.op import Sums, map_of, on_its_device, rows_block, rows_of
 from recnets.ops.triton.tiles import multiprocessors
 
 
@@ -210,6 +210,7 @@ def _sums(rows: Tensor) -> Sums:
 
 
 @torch.library.custom_op("recnets::norm_relu_train", mutates_args=())
+@on_its_device
 def norm_relu_train(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """ReLU(BN(y)) with batch statistics: (N, C, H, W) -> the same, and sums (2, 1, C): Σy and Σy²."""
     rows = rows_of(y)
@@ -234,6 +235,7 @@ def _(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tenso
 
 
 @torch.library.custom_op("recnets::norm_relu_train_backward", mutates_args=())
+@on_its_device
 def norm_relu_train_backward(
     g: Tensor, y: Tensor, sums: Tensor, gamma: Tensor, beta: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -267,6 +269,7 @@ def _fake_backward(
 
 
 @torch.library.custom_op("recnets::norm_relu_pool_train", mutates_args=())
+@on_its_device
 def norm_relu_pool_train(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """2×2 maxima of ReLU(BN(y)): (N, C, H, W) -> (N, C, H // 2, W // 2), and sums (2, 1, C): Σy and Σy²."""
     rows = rows_of(y)
@@ -292,6 +295,7 @@ def _(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tenso
 
 
 @torch.library.custom_op("recnets::norm_relu_pool_train_backward", mutates_args=())
+@on_its_device
 def norm_relu_pool_train_backward(
     g: Tensor, y: Tensor, sums: Tensor, gamma: Tensor, beta: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

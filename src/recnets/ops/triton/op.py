@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -15,6 +16,19 @@ from recnets.ops.triton import forward as fwd
 from recnets.ops.triton.tiles import Tiles, grad_parts, grad_tiles, power, stages, step_tiles
 
 ELEMENTWISE = 1024
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_its_device(function: Callable[P, R]) -> Callable[P, R]:
+    """Run an operator on its first tensor's device: Triton launches on the current one, which may be another."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device_of(args[0]):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -140,6 +154,7 @@ def _forward(
 
 
 @torch.library.custom_op("recnets::crc", mutates_args=())
+@on_its_device
 def crc(
     x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, statistics: Tensor | None, d: int,
     eps: float, relu: bool,
@@ -175,6 +190,7 @@ def _(
 
 
 @torch.library.custom_op("recnets::crc_backward", mutates_args=())
+@on_its_device
 def crc_backward(
     dh: Tensor, x: Tensor, h: Tensor, z: Tensor, sums: Tensor, weight_x: Tensor, weight_h: Tensor,
     gamma: Tensor, beta: Tensor, eps: float, batch: bool, relu: bool,
@@ -282,6 +298,7 @@ crc.register_autograd(_backward, setup_context=_setup_context)
 
 
 @torch.library.custom_op("recnets::update_running", mutates_args=("mean", "var"))
+@on_its_device
 def update_running(sums: Tensor, mean: Tensor, var: Tensor, pixels: int, momentum: float) -> None:
     """Move running statistics towards the batch's sums (2, d, s_out) over `pixels` pixels.
 

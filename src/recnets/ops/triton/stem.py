@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recnets.ops.triton.op import rows_of
+from recnets.ops.triton.op import on_its_device, rows_of
 
 WIDTH = 32
 """Values of a gathered neighbourhood, 3×3 pixels of up to 3 channels and zeros."""
@@ -34,13 +34,13 @@ def gather_kernel(x, out, M, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, 
 
 
 @torch.library.custom_op("recnets::neighbours", mutates_args=())
+@on_its_device
 def neighbours(x: Tensor, dtype: torch.dtype) -> Tensor:
     """(N, C, H, W) of up to 3 channels -> (N, H, W, 32): 3×3 pixels, a pixel's channels together; no gradient."""
     n, channels, height, width = x.shape
     out = torch.empty(n, height, width, WIDTH, dtype=dtype, device=x.device)
     pixels, block = n * height * width, 128
-    with torch.cuda.device_of(x):
-        gather_kernel[(triton.cdiv(pixels, block),)](rows_of(x), out, pixels, height, width, channels, WIDTH, block)
+    gather_kernel[(triton.cdiv(pixels, block),)](rows_of(x), out, pixels, height, width, channels, WIDTH, block)
     return out
 
 
