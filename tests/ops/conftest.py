@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import Tensor
 
 from .emulator import COMPILER, Emulator
@@ -23,6 +24,8 @@ def rms() -> Callable[[Tensor, Tensor], float]:
 @pytest.fixture
 def emulated(monkeypatch) -> Callable[..., Emulator]:
     """`emulated(multiprocessors=4)`: until the test ends CUDA kernels run on the CPU, for tensors there."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, on which the CUDA kernels themselves are tested")
     if COMPILER is None:
         pytest.skip("the CUDA kernels are emulated by way of g++, which was not found")
 

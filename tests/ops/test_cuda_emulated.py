@@ -43,6 +43,10 @@ SHAPES = [
 ]
 
 
+# Whole layers take Triton's kernels too, for running statistics.
+interpreted = pytest.mark.skipif(not (dispatch.AVAILABLE and dispatch.INTERPRETED), reason="needs Triton's interpreter")
+
+
 def way(chosen: plan.Plan) -> str:
     return "single" if chosen.single else "prefetch" if chosen.prefetch else "neither"
 
@@ -91,6 +95,7 @@ def test_known_statistics_and_linear_recursion(count, shape, batch, relu, emulat
     check_forward_and_every_gradient(shape, torch.bfloat16, rms, "cpu", batch=batch, relu=relu)
 
 
+@interpreted
 @pytest.mark.parametrize("frozen", [False, True], ids=["training", "frozen"])
 @pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
 def test_every_nonlinearity_of_a_layer(nonlinearity, frozen, emulated):
@@ -101,6 +106,7 @@ def test_every_nonlinearity_of_a_layer(nonlinearity, frozen, emulated):
     assert ("norm_relu_forward" in device.launched) == (nonlinearity == "linear" and not frozen)
 
 
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_another_default_dtype(dtype, emulated):
     emulated(4)

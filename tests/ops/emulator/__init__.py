@@ -115,7 +115,7 @@ class Emulator:
         replacements: dict[Callable[..., Any], Callable[..., Any]] = {
             kernels.multiprocessors: lambda index: self.multiprocessors,
             kernels.capable: lambda index: True,
-            kernels.takes: lambda x: x.dtype in (torch.float16, torch.bfloat16),
+            kernels.takes: lambda x: not x.is_cuda and x.dtype in (torch.float16, torch.bfloat16),
         }
         for module in [module for name, module in sys.modules.items() if name.startswith("recnets.")]:
             for original, replacement in replacements.items():
