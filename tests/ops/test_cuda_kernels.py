@@ -186,6 +186,14 @@ def test_forward_and_every_gradient(shape, dtype, rms):
 
 @on_gpu
 @pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "relu"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("shape", [SHAPES[i] for i in (0, 2, 5, 8, 9, 11)], ids=str)
+def test_known_statistics_and_linear_recursion(shape, batch, relu, rms):
+    check_forward_and_every_gradient(shape, torch.bfloat16, rms, batch=batch, relu=relu)
+
+
+@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("count", [28, 32, 44])
 @pytest.mark.parametrize("layer", layers("recnet_90_960", 16)[::2] + layers("recnet_90_960", 64)[::2], ids=str)
 def test_plans_for_a_share_of_the_device(layer, count, rms, monkeypatch):
