@@ -259,6 +259,18 @@ def test_a_compiler_takes_the_kernels_whole(nonlinearity):
         assert rms(got, want) < 1e-5, name
 
 
+def test_a_compiler_takes_them_unasked(monkeypatch):
+    """PyTorch 2.11 says in torch.compile that it exports, and what is exported gets no kernels from "auto"."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    monkeypatch.setattr(dispatch, "cannot_run", lambda *_: None)
+    graphs: list[str] = []
+    layer = CRC(4, 16, 2, backend="auto").to(DEVICE)
+    traced = torch.compile(layer, backend=lambda graph, _: graphs.append(str(graph.graph)) or graph, fullgraph=True)
+    traced(torch.randn(1, 8, 4, 4, device=DEVICE))
+    assert "recnets.crc" in graphs[0]
+
+
 @pytest.mark.parametrize("nonlinearity", ["relu", "separate_bn_relu"])
 def test_what_looks_at_operators_one_by_one_does_not_get_kernels(nonlinearity, monkeypatch):
     layer = CRC(4, 16, 2, nonlinearity=nonlinearity, backend="triton").to(DEVICE).eval()

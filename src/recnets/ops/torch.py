@@ -35,6 +35,11 @@ class Recurrence(NamedTuple):
     padding_mode: str = "zeros"
 
 
+def exporting() -> bool:
+    """Is torch.export looking on? PyTorch 2.11 has `torch.compiler.is_exporting()` true in torch.compile as well."""
+    return torch.compiler._is_exporting_flag
+
+
 def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, padding_mode: str = "zeros") -> Tensor:
     """'Same' convolution, (N, C_in, H, W) with (C_out, C_in, k, k) -> (N, C_out, H, W)."""
     radius = weight.shape[-1] // 2
@@ -115,7 +120,7 @@ def crc(x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm
     n, _, height, width = x.shape
     s_out, s_in = weight_x.shape[:2]
     in_place = r.recurrent and _foldable(norm, r.nonlinearity) and not torch.is_grad_enabled()
-    if in_place or torch.compiler.is_exporting():
+    if in_place or exporting():
         # Planes, not pixels, lie together in the result, which the x-part then becomes. An exported graph chooses its
         # own order, and channels-last strides would tie it to the sides of the example.
         weight_x, weight_h = weight_x.contiguous(), weight_h.contiguous()
