@@ -45,6 +45,11 @@ PLAIN = ("plain", "plain modules", f"plain{COMPILED}", f"plain modules{COMPILED}
 VARIANTS = (FUSED, *PLAIN[:2], CONTROL, *PLAIN[2:], f"{CONTROL}{COMPILED}")
 
 
+def variants_of(nonlinearity: str) -> list[str]:
+    """Those that there are: only the paper's recurrence is written in plain modules."""
+    return [v for v in VARIANTS if nonlinearity == PAPERS or not v.startswith("plain modules")]
+
+
 def rms(error: Tensor, reference: Tensor) -> float:
     return float((error.double() - reference).square().mean().sqrt() / reference.square().mean().sqrt())
 
@@ -303,7 +308,8 @@ def show_profile(model: str, job: str, batch: int, nonlinearity: str, out: Path,
     for row in rows[:top]:
         print("{us_a_step:9.1f} µs {percent:5.1f} % {launches:6.1f} x {us_a_launch:8.2f} µs  ".format(**row), end="")
         print(str(row["kernel"])[:90])
-    path = out / (file_name("profile", model, job, str(batch), context("cuda")) + ".csv")
+    kind = [] if nonlinearity == PAPERS else [nonlinearity]
+    path = out / (file_name("profile", model, *kind, job, str(batch), context("cuda")) + ".csv")
     write_csv(path, rows, note)
     print(path, flush=True)
 
@@ -314,7 +320,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nonlinearity", choices=NONLINEARITIES, default=PAPERS, help="of the recurrence")
     parser.add_argument("--only", choices=BATCHES, help="training or inference alone")
     parser.add_argument("--batches", type=int, nargs="+", help="by default 64 256 1024, and for inference 1024 64 1")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="all by default")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="all that there are by default")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes minutes")
     parser.add_argument("--profile", action="store_true", help=f"also time by kernel, at batch {PROFILED}")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
@@ -336,7 +342,8 @@ def main() -> int:
         return 1
     torch.backends.cudnn.benchmark = True  # shapes are fixed
     jobs = [args.only] if args.only else list(BATCHES)
-    variants = [v for v in args.variants if not (args.no_compile and v.endswith(COMPILED))]
+    possible = variants_of(args.nonlinearity)
+    variants = [v for v in args.variants or possible if not (args.no_compile and v.endswith(COMPILED))]
     labels = [
         {"model": args.model, "job": job, "batch": batch, "variant": variant}
         for job in jobs
@@ -344,7 +351,7 @@ def main() -> int:
         for variant in variants
     ]
     words = ["" if args.nonlinearity == PAPERS else args.nonlinearity, args.only or "", *map(str, args.batches or [])]
-    words += [] if len(variants) == len(VARIANTS) else ["part"]
+    words += [] if len(variants) == len(possible) else ["part"]
     path = args.out / (file_name("gpu", args.model, *filter(None, words), context("cuda")) + ".csv")
     measured = functools.partial(measure, nonlinearity=args.nonlinearity)
     rows = collect(labels, measured, lambda rows: write_csv(path, rows))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from recnets import create_model
+from recnets.layers.crc import NONLINEARITIES
 from recnets.models import save_weights
 from recnets.models.plain import as_plain_modules
 from recnets.ops import dispatch
@@ -159,6 +160,16 @@ def test_a_variant_that_fails_leaves_a_row_and_the_others(script):
     assert found["plain modules"]["times_best_plain"] == ""
     assert [found[name]["times_best_plain"] for name in times] == [3.5, 0.78, 1.0, 2.33]
     assert found["fused"]["memory_of_least_plain"] == 0.29
+
+
+@pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+def test_every_variant_of_a_nonlinearity_can_be_built(script, nonlinearity, monkeypatch):
+    gpu = script("gpu")
+    monkeypatch.setattr(torch.nn.Module, "cuda", lambda module: module)
+    names = gpu.variants_of(nonlinearity)
+    assert len(names) == (7 if nonlinearity == "separate_bn_relu" else 5)
+    for name in names:
+        gpu.build("RecNet(2, 2, 2, 2, 2)", name, True, nonlinearity)
 
 
 def test_the_network_of_plain_modules_is_the_same_function():
