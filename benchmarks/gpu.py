@@ -77,7 +77,10 @@ def check_crc(shape: tuple[int, ...], dtype: torch.dtype, nonlinearity: str) -> 
         exact[0], own["weight_x"], own["weight_h"], own.get("bias"), norm,
         d=d, nonlinearity=nonlinearity, training=True, decisions=(out > 0).double(),
     )  # fmt: skip
-    return _errors(out, h, actual, exact)
+    # The norm after a linear recursion takes the bias out again, but for the border: sums that nearly cancel, and of
+    # what is left rounding is up to 5 % in bf16.
+    allowed = [10.0 if nonlinearity == "linear" and name == "bias" else 1.0 for name in names]
+    return _errors(out, h, actual, exact, [1.0, *allowed])
 
 
 def check_norm(dtype: torch.dtype, pool: bool) -> float:
@@ -87,7 +90,7 @@ def check_norm(dtype: torch.dtype, pool: bool) -> float:
     out = dispatch.norm_relu(actual[0], Norm(None, None, actual[1], actual[2], True, 0.1, 1e-5), pool=pool)
     exact = [t.detach().double().requires_grad_() for t in actual]
     expected = torch.relu(F.batch_norm(exact[0], None, None, exact[1], exact[2], True))
-    return _errors(out, F.max_pool2d(expected, 2) if pool else expected, actual, exact)
+    return _errors(out, F.max_pool2d(expected, 2) if pool else expected, actual, exact, [1.0] * 3)
 
 
 def check_inference(shape: tuple[int, ...], dtype: torch.dtype, pool: bool, nonlinearity: str) -> float:
@@ -101,15 +104,16 @@ def check_inference(shape: tuple[int, ...], dtype: torch.dtype, pool: bool, nonl
         return rms(out, module.double()(x.double(), pool=pool))
 
 
-def _errors(out: Tensor, expected: Tensor, actual: list[Tensor], exact: list[Tensor]) -> float:
+def _errors(out: Tensor, expected: Tensor, actual: list[Tensor], exact: list[Tensor], allowed: list[float]) -> float:
+    """The largest error, that of each gradient by what is `allowed` of it."""
     grad = torch.randn_like(expected).to(out.dtype)
     out.backward(grad)
     expected.backward(grad.double())
     errors = [rms(out.detach(), expected.detach())]
-    for own, other in zip(actual, exact, strict=True):
+    for own, other, times in zip(actual, exact, allowed, strict=True):
         assert own.grad is not None
         assert other.grad is not None
-        errors.append(rms(own.grad, other.grad))
+        errors.append(rms(own.grad, other.grad) / times)
     return max(errors)
 
 
@@ -121,13 +125,11 @@ def check(nonlinearity: str) -> bool:
     for dtype, bound in BOUNDS.items():
         shapes = {f"{side}x{side} s_in {a} s_out {b} d {d}": (n, side, a, b, d) for n, side, a, b, d in SHAPES}
         errors = {name: check_crc(shape, dtype, nonlinearity) for name, shape in shapes.items()}
-        # The norm after a linear recursion takes the bias out again, but for the border: sums that nearly cancel.
-        bounds = dict.fromkeys(errors, bound * (5 if nonlinearity == "linear" else 1))
         for name, shape in shapes.items():
             errors[f"{name} in evaluation"] = check_inference(shape, dtype, True, nonlinearity)
         errors |= {f"BN and ReLU{' and pooling' if pool else ''}": check_norm(dtype, pool) for pool in (False, True)}
         for name, error in errors.items():
-            good &= error < bounds.get(name, bound)
+            good &= error < bound
             print(f"check {str(dtype).removeprefix('torch.')} {name}: largest relative error {error:.1e}", flush=True)
     torch.backends.cudnn.allow_tf32 = True
     return good
