@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from recnets.deploy import optimize, squeeze
-from recnets.deploy.squeeze import channels, describe
+from recnets.deploy.squeeze import _plan, _steps, channels, describe
 from recnets.models import load_weights, save_weights
 from recnets.models.profile import profile
-from recnets.models.squeezed import read_mask, write_mask
+from recnets.models.squeezed import read_mask, recurrent_modules, write_mask
 
 VARIANTS = [
     {},
@@ -48,6 +48,18 @@ def test_same_outputs_in_every_mode(trained, overrides, dead):
     with torch.no_grad():
         assert_same(optimize(small)(x), model(x))
     assert count(small) == count(model) if dead == 0 else count(small) < count(model)
+
+
+@pytest.mark.parametrize("overrides", VARIANTS, ids=str)
+@pytest.mark.parametrize("dead", [0.3, 1.0])
+def test_masks_are_where_the_weights_are(trained, overrides, dead):
+    """Of a network on a GPU all are there: here another default device shows what would be made elsewhere."""
+    model = trained(dead=dead, **overrides)
+    with torch.no_grad(), torch.device("meta"):
+        layers, stem = _plan(model, 0.0)
+        steps = [_steps(module, 0.0) for module in recurrent_modules(model).values()]
+    masks = [mask for layer in layers.values() for mask in layer] + [stem.outputs, stem.present]
+    assert {mask.device.type for mask in [*masks, *(mask for found in steps for mask in found)]} == {"cpu"}
 
 
 def test_training_goes_on_alike(trained):

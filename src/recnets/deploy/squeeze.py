@@ -90,7 +90,7 @@ def _steps(module: Recurrent, threshold: float) -> Channels:
     """The d·s_out step channels of a module as its transition sees them."""
     crc = module.crc
     if crc.norm is None:
-        none = torch.zeros(crc.d * crc.s_out, dtype=torch.bool)
+        none = torch.zeros(crc.d * crc.s_out, dtype=torch.bool, device=crc.weight_h.device)
         return Channels(none, none.float(), none)
     found = channels(crc.norm, threshold)
     return Channels(*(t.repeat(crc.d) for t in found)) if crc.nonlinearity == "shared_bn_relu" else found
@@ -100,7 +100,7 @@ def _states(module: Recurrent, steps: Channels) -> Tensor:
     """Which state channels are kept: all but those dead in every step and zero in every step that another reads."""
     crc = module.crc
     if crc.nonlinearity in ("relu", "linear") or not crc.recurrent:
-        return torch.ones(crc.s_out, dtype=torch.bool)
+        return torch.ones(crc.s_out, dtype=torch.bool, device=crc.weight_h.device)
     dead, zero = steps.dead.view(crc.d, -1), steps.zero.view(crc.d, -1)
     return at_least_one(~(dead.all(dim=0) & zero[:-1].all(dim=0)))
 
@@ -120,7 +120,7 @@ def _plan(model: RecNet, threshold: float) -> tuple[dict[str, _Layer], _Layer]:
             present = xs[i].repeat(len(made.dead) // len(xs[i]))
             outputs = ~made.dead
             if not (outputs & present).any():
-                outputs = outputs | (torch.arange(len(outputs)) == int(present.nonzero()[0]))
+                outputs = outputs | (torch.arange(len(outputs), device=outputs.device) == int(present.nonzero()[0]))
         elif model.num_classes:  # read by the classifier, which can do without
             present = outputs = at_least_one(~made.dead)
         else:  # the features are the result
@@ -134,7 +134,7 @@ def _plan(model: RecNet, threshold: float) -> tuple[dict[str, _Layer], _Layer]:
         states = h.repeat(module.crc.d)
         columns = ~steps.dead & states
         if not columns.any():  # a transition of no columns cannot be built
-            columns = torch.arange(len(columns)) == int(states.nonzero()[0])
+            columns = torch.arange(len(columns), device=columns.device) == int(states.nonzero()[0])
         kept[name] = layer._replace(x=x, h=h, columns=columns)
     return kept, layers[0]
 
