@@ -37,7 +37,8 @@ class Recurrence(NamedTuple):
 
 def exporting() -> bool:
     """Is torch.export looking on? PyTorch 2.11 has `torch.compiler.is_exporting()` true in torch.compile as well."""
-    return torch.compiler._is_exporting_flag
+    flag = getattr(torch.compiler, "_is_exporting_flag", None)
+    return torch.compiler.is_exporting() if flag is None else flag
 
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, padding_mode: str = "zeros") -> Tensor:
