@@ -216,3 +216,10 @@ def test_a_closed_pipe_is_silent():
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[\n"
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_of_a_table_is_silent():
+    shell = f"{sys.executable} -m recnets list | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")

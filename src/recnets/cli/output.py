@@ -11,10 +11,21 @@ from rich.table import Table
 NARROWEST = 120  # a pipe or a log has no width of its own, and a table cut to 80 columns loses its figures
 
 
+class _Console(Console):
+    """Shows names as they are: a folder "[old] cats" or ":cat:" is neither markup nor an emoji."""
+
+    def __init__(self, width: int | None = None) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, width=width)
+
+    def on_broken_pipe(self) -> None:
+        """Rich would exit with the status of work that failed."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """The console of standard output."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=max(found.width, NARROWEST))
+    found = _Console()
+    return found if found.is_terminal else _Console(max(found.width, NARROWEST))
 
 
 def table(title: str, columns: dict[str, str], caption: str = "") -> Table:
