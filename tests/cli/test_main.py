@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -223,3 +224,14 @@ def test_a_closed_pipe_of_a_table_is_silent():
     shell = f"{sys.executable} -m recnets list | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8:strict"])
+def test_what_a_stream_cannot_show_is_a_question_mark(encoding):
+    name = os.fsdecode(b"caf\xe9 \xe2\x80\xa6.png")  # as from an old archive
+    code = f"import sys; from recnets.cli.main import main; main(['--help']); print({name!r})"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"usage: recnet COMMAND [ARGUMENTS ")
+    assert b"caf? " in done.stdout

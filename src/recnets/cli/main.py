@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import io
 import os
 import sys
 import traceback
@@ -146,9 +147,17 @@ def _status_of(error: Exception) -> int:
     raise error
 
 
+def _print_anything() -> None:
+    """A "?" for what a stream cannot show: a name that is no UTF-8, or "…" where the terminal is not of this age."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
+    _print_anything()
     try:
         if not args or args[0] in ("-h", "--help", "help"):
             print(usage(), end="", file=sys.stdout if args else sys.stderr, flush=True)
