@@ -182,6 +182,10 @@ def test_train_and_resume_from_the_command_line(
 ) -> None:
     assert main(["train", "--resume", str(digits_run), "--lr", "0.3"]) == 1
     assert "cannot resume" in capsys.readouterr().err
+    assert main(["train", "--resume", str(digits_run), "--recipe", "paper"]) == 1
+    assert "cannot resume" in capsys.readouterr().err
+    assert main(["train", "--resume", str(digits_run), "--recipe", "papr"]) == 2
+    assert "did you mean 'paper'" in capsys.readouterr().err
     assert main(["train", "--resume", str(digits_run), "--out", str(tmp_path)]) == 2
     assert main(["train", "--resume", str(tmp_path / "none")]) == 1
     assert "holds no run to resume" in capsys.readouterr().err

@@ -56,9 +56,12 @@ class Train:
 
 
 def starting_recipe(args: Sequence[str]) -> Recipe:
-    """The recipe whose values are the defaults of all settings: the resumed run's, a named one, or by data set."""
+    """The recipe whose values are the defaults of all settings: a named one, the resumed run's, or by data set.
+
+    One that is named beside --resume is compared with the run's like any other setting.
+    """
     resume, recipe, data = (_value(args, name) for name in ("--resume", "--recipe", "--data"))
-    if resume is not None:
+    if resume is not None and recipe is None:
         return RunFolder(resume).read_recipe()
     if recipe is None:
         recipe = "quick" if data in (None, "digits") else "paper"
