@@ -18,7 +18,9 @@ from recnets.data import DataSet
 from recnets.errors import Misuse, RecNetsError
 from recnets.training import Diverged, Evaluator, Recipe, RunFolder, RunOptions, train
 from recnets.training.checkpoint import load_checkpoint
+from recnets.training.distributed import Processes
 from recnets.training.loop import Interrupts
+from recnets.training.session import build_session
 from recnets.training.step import TrainStep
 
 Make = Callable[..., Recipe]
@@ -155,6 +157,36 @@ def test_unknown_names_are_misuse(
             train(recipe, out=tmp_path / "run", data=stripes_data, options=dataclasses.replace(options, device=device))
     with pytest.raises(Misuse, match="unknown data set 'moon'"):
         train(make_recipe(data="moon"), out=tmp_path / "run", options=options)
+
+
+def test_a_batch_too_small_for_batch_normalisation_is_found_at_the_start(
+    tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions
+) -> None:
+    hidden = {"head": "hidden"}
+    for size in (1, 23):  # 70 = 3 · 23 + 1
+        with pytest.raises(Misuse, match=f"batches of {size}, the last one of 70 images has 1: too few .*batch_size"):
+            train(
+                make_recipe(batch_size=size, model_options=hidden),
+                out=tmp_path / "run",
+                data=stripes_data,
+                options=options,
+            )
+    assert not (tmp_path / "run").exists()
+
+
+def test_looking_for_such_a_batch_leaves_no_trace(
+    stripes_data: DataSet, make_recipe: Make, options: RunOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        recipe = make_recipe(batch_size=23, model="googlenet")  # which has dropout
+        session = build_session(recipe, options, stripes_data, torch.device("cpu"), Processes())
+        return session.model.state_dict(), torch.get_rng_state()
+
+    tensors, state = build()
+    monkeypatch.setattr("recnets.training.session._check_smallest_batch", lambda *_: None)
+    expected, expected_state = build()
+    assert torch.equal(state, expected_state)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGHUP")

@@ -22,7 +22,7 @@ from recnets.training.mix import Mixer
 from recnets.training.objective import Objective
 from recnets.training.options import RunOptions
 from recnets.training.recipe import Recipe
-from recnets.training.step import TrainStep, make_optimizer
+from recnets.training.step import TrainStep, make_optimizer, preserved
 
 
 @dataclass
@@ -56,6 +56,7 @@ def build_session(
     model = build_model(recipe, options, data).to(device)
     _check_fit(model, data, device)
     model.train()
+    _check_smallest_batch(model, recipe, data, device, processes)
     if recipe.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if recipe.sync_batchnorm:
@@ -131,6 +132,33 @@ def _check_fit(model: nn.Module, data: DataSet, device: torch.device) -> None:
 
 
 @torch.no_grad()
+def _check_smallest_batch(
+    model: nn.Module, recipe: Recipe, data: DataSet, device: torch.device, processes: Processes
+) -> None:
+    """Where a batch has one image, train on a blank one: a BN of vectors cannot normalise a single value.
+
+    It would show at the end of the first epoch only. The model stays as it was.
+    """
+    last = _last_batch(recipe, data)
+    if last // processes.world != 1 or (recipe.sync_batchnorm and processes.world > 1):
+        return
+    try:
+        with preserved(list(model.state_dict().values()), device):
+            model(torch.zeros(1, data.in_channels, *data.image_size, device=device))
+    except ValueError as error:
+        share = f", only one for some of the {processes.world} processes" if processes.world > 1 else ""
+        raise Misuse(
+            f"with batches of {recipe.batch_size}, the last one of {len(data.train)} images has {last}{share}: too few "
+            f"for the batch normalisation of this model ({error}); choose another batch_size"
+        ) from error
+
+
+def _last_batch(recipe: Recipe, data: DataSet) -> int:
+    """Images of an epoch's last batch, of all processes together."""
+    return len(data.train) % recipe.batch_size or recipe.batch_size
+
+
+@torch.no_grad()
 def _as_torch_does(module: nn.Module) -> None:
     """PyTorch's default initial weights; a CRC layer's kernels like a convolution's, its bias stays 0."""
     if isinstance(module, nn.Conv2d | nn.Linear):
@@ -141,8 +169,8 @@ def _as_torch_does(module: nn.Module) -> None:
 
 
 def _build_loader(recipe: Recipe, data: DataSet, device: torch.device, processes: Processes) -> EpochLoader:
-    last = len(data.train) % recipe.batch_size or recipe.batch_size
-    if min(last, recipe.batch_size) < processes.world:
+    last = _last_batch(recipe, data)
+    if last < processes.world:
         raise Misuse(
             f"with batches of {recipe.batch_size}, the last one of {len(data.train)} images has {last}: fewer than "
             f"the {processes.world} processes; choose another batch_size"
