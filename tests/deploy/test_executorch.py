@@ -35,7 +35,7 @@ def test_batches_up_to_the_largest(trained, executorch, tmp_path):
     shared = 4 * sum(m.weight_x.numel() + m.weight_h.numel() for m in model.modules() if isinstance(m, CRC))
     assert made.file_bytes - made.weight_bytes < shared
     session = Session(out)
-    assert session.about() == {"classes": ["a", "b"]}
+    assert session.about() == {"classes": ["a", "b"], "image_size": [8, 8]}
     for batch in (3, 1, 8):  # smaller after larger, and back
         x = torch.randn(batch, 3, 8, 8)
         with torch.no_grad():

@@ -63,7 +63,8 @@ def test_onnx_holds_shared_weights_once(trained, onnx, tmp_path, transition):
     onnx.checker.check_model(proto)
     held = sum(onnx.numpy_helper.to_array(t).size for t in proto.graph.initializer)
     assert held <= 1.05 * made.weight_bytes / 4
-    assert {p.key: json.loads(p.value) for p in proto.metadata_props} == {"recnets": {"classes": ["a", "b"]}}
+    about = {"classes": ["a", "b"], "image_size": [8, 8]}
+    assert {p.key: json.loads(p.value) for p in proto.metadata_props} == {"recnets": about}
     assert not any(node.metadata_props or node.doc_string for node in proto.graph.node)
     assert {node.op_type for node in proto.graph.node}.isdisjoint({"SplitToSequence", "ScatterElements", "Loop"})
     wide = [node for node in proto.graph.node if node.op_type == "Concat"]
@@ -189,6 +190,26 @@ def test_command(trained, onnx, tmp_path, capsys):
     assert work.endswith("million multiply-adds a picture")
     assert beside.endswith("top-1 agreement 100 %")
     assert out.exists()
+
+
+def test_the_file_tells_its_own_size(trained, onnx, tmp_path):
+    """Not that of training: whoever prepares pictures for the file goes by it."""
+    model, known = trained("RecNet(2, 4, 2)"), {"accuracy": 90.0, "dataset": "digits"}
+    for size, expected in ((8, {**known, "image_size": [8, 8]}), ((6, 9), {"dataset": "digits", "image_size": [6, 9]})):
+        metadata = {**known, "image_size": [8, 8]}
+        export(model, tmp_path / "net.onnx", transition="concat", image_size=size, metadata=metadata)
+        proto = onnx.load(tmp_path / "net.onnx")
+        assert json.loads(proto.metadata_props[0].value) == expected
+        shape = proto.graph.input[0].type.tensor_type.shape
+        assert [side.dim_value for side in shape.dim[2:]] == expected["image_size"]
+
+
+@pytest.mark.parametrize("words", [["--image-size", "6"], ["--transition", "stream"]])
+def test_what_8_bit_files_are_not_made_for_is_refused(trained, tmp_path, capsys, words):
+    source = tmp_path / "net.safetensors"
+    save_weights(source, trained("RecNet(2, 4, 2)"), {"image_size": [8, 8], "dataset": "digits"})
+    assert main(["export", str(source), "--format", "onnx-int8", "--out", str(tmp_path / "net.onnx"), *words]) == 2
+    assert f"leave {' '.join(words)} away" in capsys.readouterr().err
 
 
 def test_a_file_that_disagrees_is_refused(trained):

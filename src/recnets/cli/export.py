@@ -41,7 +41,8 @@ def command(
             minutes, half as many with a --transition).
         out: the file; by default named after the source, in the current folder.
         transition: how a RecNet's hidden states are summed. stream needs less memory; auto takes the faster one.
-        image_size: side of the pictures; by default what the weights were trained on.
+            onnx-int8 has concat only.
+        image_size: side of the pictures; by default what the weights were trained on. onnx-int8 takes no other.
         max_batch: executorch: the largest batch, 1 to 15; its runtime plans memory for it when the file is made.
         calibration: onnx-int8: number of training pictures.
         max_loss: onnx-int8: points of accuracy that may be lost.
@@ -55,6 +56,7 @@ def command(
     target_of(target, format)
     if format == "onnx-int8":
         at_least(max_loss, 0, "max_loss")  # before data are read, or even downloaded
+        _check_int8(transition, image_size, image_size_of(metadata))
         found = data_of(metadata, data, data_dir, max_bad)
         options = {"calibration_images": calibration, "max_loss": max_loss}
         made, comparison = export_int8(model, target, found, metadata, **options)  # type: ignore[arg-type]
@@ -74,6 +76,18 @@ def command(
         beside += f"top-1 agreement {100 * made.agreement:.0f} %"
     _show(made, beside)
     return 0
+
+
+def _check_int8(transition: str, image_size: int | None, trained_on: tuple[int, int]) -> None:
+    """Refuse what 8-bit files are not made for."""
+    if transition == "stream":
+        raise ValueError("8-bit files hold all hidden states at once: leave --transition stream away")
+    if image_size is not None and (image_size, image_size) != trained_on:
+        height, width = trained_on
+        raise ValueError(
+            f"8-bit files are calibrated and measured on pictures of the size that the weights were trained on, "
+            f"{height}×{width}: leave --image-size {image_size} away"
+        )
 
 
 def _show(made: Exported, beside: str) -> None:

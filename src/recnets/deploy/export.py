@@ -19,6 +19,7 @@ from recnets.deploy.liveness import multiply_adds
 from recnets.errors import RecNetsError
 from recnets.models import RecNet
 from recnets.models.profile import check_image_size, count_macs
+from recnets.models.weights import image_size_of
 from recnets.utils import at_least, atomic_write, check_target, choose
 
 FORMATS = ("onnx", "openvino", "executorch")
@@ -81,8 +82,15 @@ def bytes_of(model: nn.Module) -> int:
     return 4 * sum(p.numel() for p in model.parameters())
 
 
-def _about(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: metadata[key] for key in ABOUT_KEYS if key in metadata}
+def _about(metadata: Mapping[str, Any], image_size: tuple[int, int]) -> dict[str, Any]:
+    """What is stored with the graph; the size is that of the file, and the accuracy is left out where that is another.
+
+    The file's pictures have one size only, so whoever prepares them has to know it.
+    """
+    known = {key: metadata[key] for key in ABOUT_KEYS if key in metadata}
+    if image_size_of(metadata) != image_size:
+        known.pop("accuracy", None)
+    return {**known, "image_size": list(image_size)}
 
 
 def target_of(out: Path | str, format: str) -> Path:
@@ -134,7 +142,7 @@ def export(
     out = target_of(out, format)
     model = frozen(model)
     size = check_image_size(model, image_size)
-    about = _about(metadata or {})
+    about = _about(metadata or {}, size)
     weight_bytes = bytes_of(model)
     if format == "executorch":
         content, transition = executorch.export_executorch(model, size, about, transition, max_batch)
@@ -181,7 +189,7 @@ def export_int8(
     # Evenly over the training set, whose order may be by class.
     stride = max(1, len(data.train.images) // calibration_images)
     pictures = normalise(data.train.images[::stride][:calibration_images], metadata)
-    content = to_int8(model, pictures, data.image_size, _about(metadata))
+    content = to_int8(model, pictures, data.image_size, _about(metadata, data.image_size))
     comparison = compare(model, onnx.Session(content), data.test, metadata, len(data.test.images))
     assert comparison.accuracy_before is not None
     assert comparison.accuracy_after is not None
