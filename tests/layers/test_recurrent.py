@@ -267,6 +267,21 @@ def test_training_streams_on_a_cpu_where_all_states_together_are_large(monkeypat
     assert (streamed, calls) == ([], [True])
 
 
+@pytest.mark.parametrize("name", ["crc", "transition"])
+def test_hooks_are_called_in_inference_too(name, randomise):
+    module = randomise(Recurrent(2, 3, 4, 3)).eval()
+    x = torch.randn(1, 6, 5, 4, dtype=torch.float64)
+    seen = []
+    with torch.no_grad():
+        expected = module(x)
+        module.get_submodule(name).register_forward_hook(lambda _, __, out: seen.append(tuple(out.shape)))
+        torch.testing.assert_close(module(x), expected)
+        assert seen == [(1, 9 if name == "crc" else 4, 5, 4)]
+        module.mode = "stream"  # who asks for it has it
+        module(x)
+    assert len(seen) == 1
+
+
 def test_a_pruned_layer_trains_with_large_states(monkeypatch):
     monkeypatch.setattr(recurrent, "WIDEST", 0)
     module = Recurrent(2, 3, 4, 3)

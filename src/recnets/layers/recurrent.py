@@ -26,8 +26,13 @@ WIDEST = 2**25
 
 def hooked(module: nn.Module) -> bool:
     """Does anyone look at what goes into or out of this module?"""
+    return has_hooks(module) or bool(_has_any_global_hook())
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Does anyone look at this very module?"""
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(len(hooks) > 0 for hooks in own) or bool(_has_any_global_hook())
+    return any(len(hooks) > 0 for hooks in own)
 
 
 class Recurrent(nn.Module):
@@ -40,7 +45,8 @@ class Recurrent(nn.Module):
       without gradients nothing d·s_out wide is ever allocated. In half precision the running sum is kept in that
       precision, unless one kernel runs the whole module (on CUDA, in evaluation), which keeps it in fp32.
     - "auto" (default): streams whenever no gradient is needed (with backend="triton", where that kernel runs), and on a
-      CPU in training too where the whole output would be large (`WIDEST`).
+      CPU in training too where the whole output would be large (`WIDEST`); never past a hook on the CRC layer or the
+      transition.
 
     Called with `pool=True` it gives the 2×2 maxima of its output.
     """
@@ -68,6 +74,9 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor, pool: bool = False) -> Tensor:
         grad = self._needs_grad(x)
+        # Hooks on all modules are for counting and profiling, which should see what runs without them.
+        if self.mode == "auto" and any(has_hooks(m) for m in (self.crc, *self.transition.modules())):
+            return self.transition(self.crc(x), pool=pool)
         if x.is_cuda and self.mode != "concat" and not grad and not self.training:
             fused = self._fused(x, pool)
             if fused is not None:
