@@ -302,3 +302,26 @@ def test_wrong_input(x, error, message):
     for call in (tiny(), tiny().forward_features, tiny().forward_intermediates):
         with pytest.raises(error, match=message):
             call(x)
+
+
+def test_backbone_methods_take_the_arguments_of_timm():
+    model = RecNet(2, (2, 2, 3), (2, 3, 2)).eval()
+    x = torch.randn(1, 3, 9, 8)
+    last, stages = model.forward_intermediates(x)
+    ran = []
+    model.stages[2].register_forward_hook(lambda *_: ran.append(True))
+    options = {"norm": True, "output_fmt": "NCHW", "stop_early": True}
+    for indices, end in (([1, 0], 1), ([-2], 1), ([0], 0), ([], 0)):
+        out, chosen = model.forward_intermediates(x, indices, **options)
+        torch.testing.assert_close(out, stages[end])
+        torch.testing.assert_close(chosen, [stages[i] for i in indices])
+    assert not ran
+    (out,) = model.forward_intermediates(x, 1, intermediates_only=True, **options)
+    torch.testing.assert_close(out, last)
+    with pytest.raises(ValueError, match="output_fmt must be one of 'NCHW', got 'NLC'"):
+        model.forward_intermediates(x, output_fmt="NLC")
+    model.reset_classifier(7, global_pool="avg")
+    assert model(x).shape == (1, 7)
+    with pytest.raises(ValueError, match="global_pool must be 'avg', got ''"):
+        model.reset_classifier(0, "")
+    assert model.num_classes == 7

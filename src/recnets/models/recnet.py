@@ -137,8 +137,10 @@ class RecNet(nn.Module):
             self.config.overrides["squeezed"] = squeezed
         self.reset_classifier(num_classes)
 
-    def reset_classifier(self, num_classes: int) -> None:
-        """A new, untrained classifier for `num_classes` classes; 0 for none."""
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new, untrained classifier for `num_classes` classes; 0 for none. `global_pool`, as in timm, is "avg"."""
+        if global_pool not in (None, "avg"):
+            raise ValueError(f"RecNets average their last map: global_pool must be 'avg', got {global_pool!r}")
         self.num_classes = positive_int(num_classes, "num_classes", minimum=0)
         self.config = replace(self.config, num_classes=num_classes)
         self.metadata = kept_metadata(self.metadata)
@@ -171,12 +173,20 @@ class RecNet(nn.Module):
             )
 
     def forward_intermediates(
-        self, x: Tensor, indices: int | Sequence[int] | None = None, *, intermediates_only: bool = False
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """(the last stage's output, [the output of every stage before pooling]), as in timm.
 
-        `indices` chooses stages: a list of them, or an int n for the last n.
+        `indices` chooses stages: a list of them, or an int n for the last n. With `stop_early` the stages after them
+        are not run, and the output is that of the last that was. `norm` changes nothing: every stage ends with one.
         """
+        choose(output_fmt, ("NCHW",), "output_fmt")
         self._check(x)
         count = len(self.stages)
         if isinstance(indices, int):
@@ -187,11 +197,14 @@ class RecNet(nn.Module):
             wanted = list(range(count)) if indices is None else list(indices)
         if any(not -count <= i < count for i in wanted):
             raise ValueError(f"indices must be stages of 0 to {count - 1}, got {wanted}")
-        outputs: list[Tensor] = []
+        last = max((i % count for i in wanted), default=0) if stop_early else count - 1
+        outputs: dict[int, Tensor] = {}
         x = self.stem(x)
         for i, stage in enumerate(self.stages):
+            if i > last:
+                break
             x = stage(self.pool(x) if i else x)
-            outputs.append(x)
+            outputs[i] = outputs[i - count] = x
         chosen = [outputs[i] for i in wanted]
         return chosen if intermediates_only else (x, chosen)
 
