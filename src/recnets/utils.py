@@ -71,6 +71,18 @@ def check_target(path: Path) -> Path:
     return path
 
 
+def check_utf8(folder: str) -> str:
+    """`folder` if its name can be written into our files, which are UTF-8."""
+    try:
+        folder.encode()
+    except UnicodeEncodeError as error:
+        name = os.fsencode(folder)
+        raise RecNetsError(
+            f"the folder {name!r} has a name that is not UTF-8, as from an old archive: rename it"
+        ) from error
+    return folder
+
+
 def require(module: str, extra: str) -> ModuleType:
     """Import an optional dependency, or say which extra brings it."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image
 from recnets.data import load_dataset, read_picture
 from recnets.data.folder import load_folder
 from recnets.errors import RecNetsError
+from recnets.training import RunFolder
 
 
 def picture(path, colour=(200, 30, 60), size=(40, 30), **options):
@@ -219,6 +221,23 @@ def test_wrong_max_bad(tmp_path, share):
 def test_missing_folder(tmp_path):
     with pytest.raises(RecNetsError, match=r"no folder .*nowhere: expected PATH/train/CLASS"):
         load_dataset(f"folder:{tmp_path / 'nowhere'}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere file names are text")
+def test_folders_whose_names_are_no_text(tmp_path):
+    """Else training would end in an error when its report is written."""
+    odd = os.fsdecode(b"caf\xe9")
+    make_folder(tmp_path / odd)
+    with pytest.raises(RecNetsError, match=r"caf\\xe9' has a name that is not UTF-8.*rename it"):
+        load_folder(tmp_path / odd)
+    make_folder(tmp_path / "good")
+    picture(tmp_path / "good" / "train" / "ant" / f"{odd}.png")
+    assert len(load_folder(tmp_path / "good").train) == 13
+    picture(tmp_path / "good" / "train" / odd / "0.png")
+    with pytest.raises(RecNetsError, match=r"caf\\xe9' has a name that is not UTF-8"):
+        load_folder(tmp_path / "good")
+    with pytest.raises(RecNetsError, match="not UTF-8"):
+        RunFolder(tmp_path / odd / "run").check(resume=False)
 
 
 def test_val_without_train(tmp_path):

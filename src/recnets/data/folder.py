@@ -16,7 +16,7 @@ from torch import Tensor
 
 from recnets.data.base import DataSet, Split, channel_stats, stratified_split
 from recnets.errors import RecNetsError
-from recnets.utils import require
+from recnets.utils import check_utf8, require
 
 DEFAULT_SIZE = 32
 TEST_SHARE = 0.2  # where the folder brings no test pictures
@@ -79,6 +79,8 @@ def load_folder(path: Path, *, image_size: int = DEFAULT_SIZE, seed: int = 0, ma
     classes = sorted(entry.name for entry in _visible(folders["train"]) if entry.is_dir())
     if len(classes) < 2:
         raise RecNetsError(f"{folders['train']} has {len(classes)} class folders, expected at least 2: {_LAYOUT_HELP}")
+    for name in (str(path), *classes):
+        check_utf8(name)  # weights and reports hold them; a picture's own name is free
     found = {name: _find_pictures(folder, classes) for name, folder in folders.items()}
     splits, skipped = _read_all(found, classes, image_size, max_bad)
     train, test = splits["train"], splits.get("test", splits.get("val"))

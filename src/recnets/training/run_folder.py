@@ -22,7 +22,7 @@ from typing import IO, Any
 from recnets.errors import RecNetsError
 from recnets.training.options import RunOptions
 from recnets.training.recipe import Recipe, recipe_from_dict
-from recnets.utils import atomic_write
+from recnets.utils import atomic_write, check_utf8
 
 
 def to_toml(values: Mapping[str, Any], prefix: str = "") -> str:
@@ -102,6 +102,7 @@ class RunFolder:
 
     def check(self, resume: bool) -> None:
         """Refuse, before anything is touched, a folder in which a run would write over what it cannot go on with."""
+        check_utf8(str(self.path))  # config.toml holds the command
         if resume and self.checkpoint.exists():
             return
         if not self.holds_run:
