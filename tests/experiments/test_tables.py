@@ -6,6 +6,7 @@ import html.parser
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from recnets.experiments.ledger import Ledger
 from recnets.experiments.points import AXES, points, printed_millions
 from recnets.experiments.results import collect
 from recnets.experiments.runs import Protocol, places
+from recnets.experiments.tables import write_tables
 
 PAPER = Protocol.of(None)
 BF16 = Protocol.of(None, {"precision": "bf16"})
@@ -206,3 +208,13 @@ def test_latency_is_measured_and_kept(tmp_path, monkeypatch):
     path.write_text("{}")
     with pytest.raises(RecNetsError, match="not a file of latencies"):
         latency.read(path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "runs", "settings"), [("", "runs", {}), ("short", "../runs", {"epochs": 5, "restarts": []})]
+)
+def test_the_tables_of_the_repository_are_those_of_its_ledger(folder, runs, settings):
+    """A new run wants `recnet tables` anew, for the short runs too (docs/tables.md)."""
+    results = Path(__file__).parents[2] / "results"
+    expected = write_tables(collect(Ledger(results), Protocol.of(None, settings), runs))
+    assert (results / folder / "TABLES.md").read_text(encoding="utf-8") == expected
