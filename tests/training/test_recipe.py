@@ -57,6 +57,7 @@ def test_quick_never_mirrors_digits() -> None:
         ({"min_lr": 0.2}, "min_lr must be between 0 and lr"),
         ({"restarts": (60, 20)}, "restarts must be rising"),
         ({"restarts": (100,)}, "restarts must be rising"),
+        ({"restarts": (100,)}, r"--restarts alone, or restarts=\[\]"),
         ({"momentum": 1.0}, "momentum must be in"),
         ({"momentum": 0.0}, "nesterov needs momentum"),
         ({"dampening": 0.5}, "nesterov needs momentum"),

@@ -160,7 +160,8 @@ class Recipe:
         if any(a >= b for a, b in itertools.pairwise(bounds)):
             raise ValueError(
                 f"restarts must be rising epochs between 0 and epochs ({self.epochs}), got {list(self.restarts)}; "
-                "--restarts alone is for none, --epochs-until stops early in a longer schedule"
+                "none (--restarts alone, or restarts=[] where settings are KEY=VALUE) is one cosine, "
+                "--epochs-until stops early in a longer schedule"
             )
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise ValueError(
