@@ -32,6 +32,13 @@ def test_a_folder_is_split_and_sized_as_in_training(folder):
     assert not torch.equal(found.test.images, other.test.images)  # some of these were trained on
 
 
+def test_one_side_will_do_and_two_must_be_the_same(folder):
+    """As in predict; an oblong picture made square would be evaluated without a word."""
+    assert data_of({"dataset": folder, "image_size": 8}).image_size == (8, 8)
+    with pytest.raises(RecNetsError, match="trained on pictures of 8×12, and the data sets here are square"):
+        data_of({"dataset": folder, "image_size": [8, 12]})
+
+
 def test_what_is_given_wins(folder):
     assert spec_of({"recipe": {"data": "cifar10"}, "dataset": "cifar100"}) == "cifar10"
     assert spec_of({"dataset": "cifar100"}) == "cifar100"

@@ -9,6 +9,7 @@ from typing import Any
 from recnets.data.base import DataSet
 from recnets.data.load import load_dataset
 from recnets.errors import RecNetsError
+from recnets.utils import image_sides
 
 
 def spec_of(metadata: Mapping[str, Any], data: str | None = None) -> str:
@@ -28,7 +29,7 @@ def data_of(
     """
     spec = spec_of(metadata, data)
     size = metadata.get("image_size")
-    side = int(size[0]) if isinstance(size, list | tuple) else None
+    side = None if size is None else _side(size)
     seed = int((metadata.get("recipe") or {}).get("split_seed", 0))
     share = metadata.get("max_bad") if max_bad is None else max_bad
     allowed: dict[str, Any] = {} if share is None else {"max_bad": float(share)}
@@ -40,6 +41,17 @@ def data_of(
             f"{spec} has {found.num_classes} of its own: give the --data they were trained on"
         )
     return found
+
+
+def _side(image_size: Any) -> int:
+    """The side of the square pictures that weights were trained on."""
+    height, width = image_sides(image_size)
+    if height != width:
+        raise RecNetsError(
+            f"the weights were trained on pictures of {height}×{width}, and the data sets here are square: "
+            "load such pictures yourself and use recnets.training.evaluate"
+        )
+    return height
 
 
 def normalisation_of(metadata: Mapping[str, Any], data: DataSet | None = None) -> tuple[list[float], list[float]]:
