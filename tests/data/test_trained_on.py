@@ -32,6 +32,14 @@ def test_a_folder_is_split_and_sized_as_in_training(folder):
     assert not torch.equal(found.test.images, other.test.images)  # some of these were trained on
 
 
+def test_images_that_were_held_out_are_no_training_images(folder, tmp_path):
+    metadata = {"recipe": {"data": folder, "split_seed": 3, "val": 4}}
+    found, trained = data_of(metadata), load_dataset(folder, val=4, seed=3)
+    assert torch.equal(found.train.images, trained.train.images)
+    assert len(found.train) == 12
+    assert len(data_of(metadata, f"folder:{tmp_path}/.").train) == 16  # other data are taken whole
+
+
 def test_one_side_will_do_and_two_must_be_the_same(folder):
     """As in predict; an oblong picture made square would be evaluated without a word."""
     assert data_of({"dataset": folder, "image_size": 8}).image_size == (8, 8)

@@ -30,10 +30,12 @@ def data_of(
     spec = spec_of(metadata, data)
     size = metadata.get("image_size")
     side = None if size is None else _side(size)
-    seed = int((metadata.get("recipe") or {}).get("split_seed", 0))
+    recipe = metadata.get("recipe") or {}
+    seed = int(recipe.get("split_seed", 0))
+    held_out = int(recipe.get("val", 0)) if spec == recipe.get("data") else 0  # other data may be fewer
     share = metadata.get("max_bad") if max_bad is None else max_bad
     allowed: dict[str, Any] = {} if share is None else {"max_bad": float(share)}
-    found = load_dataset(spec, data_dir=data_dir, image_size=side, seed=seed, **allowed)
+    found = load_dataset(spec, data_dir=data_dir, image_size=side, val=held_out, seed=seed, **allowed)
     classes = metadata.get("classes")
     if classes is not None and list(classes) != found.classes:
         raise RecNetsError(
