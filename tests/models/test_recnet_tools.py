@@ -81,6 +81,9 @@ def test_export_with_a_dynamic_batch(grad):
     assert bool(wide) == grad  # d·s_out = 12 channels exist only where the states are concatenated
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="PyTorch 2.11 exports pooled sides as even or as odd, not as both"
+)
 def test_export_with_dynamic_sides():
     model = tiny().eval()
     shapes = {"x": {0: Dim("batch"), 2: Dim("height", min=4, max=64), 3: Dim("width", min=4, max=64)}}

@@ -75,7 +75,7 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor, pool: bool = False) -> Tensor:
         grad = self._needs_grad(x)
         # Hooks on all modules are for counting and profiling, which should see what runs without them.
-        if self.mode == "auto" and any(has_hooks(m) for m in (self.crc, *self.transition.modules())):
+        if self.mode == "auto" and any(has_hooks(m) for m in (self.crc, self.transition, *self.transition.children())):
             return self.transition(self.crc(x), pool=pool)
         if x.is_cuda and self.mode != "concat" and not grad and not self.training:
             fused = self._fused(x, pool)

@@ -59,7 +59,7 @@ ModelOptions = Annotated[dict[str, Any], _as_arguments()]
 Precision = Literal["fp32", "tf32", "bf16"]
 Granularity = Literal["step", "epoch"]
 Decay = Literal["all", "weights"]
-Init = Literal["model", "torch"]
+Init = Literal["model", "torch", "torch-1.1"]
 SEED_BITS = {"seed": 63, "split_seed": 32}  # what torch's and numpy's generators take
 
 
@@ -83,7 +83,7 @@ class Recipe:
     """Seed of the initial weights, the order of the images and their augmentation."""
 
     init: Init = "model"
-    """Initial weights as the model draws them (a RecNet by He's rule), or by PyTorch's defaults."""
+    """Initial weights by the model's own rule (He's), or PyTorch's: today's, or 1.1's, with BN's drawn from 0 to 1."""
     epochs: int = 100
     """Passes over the training set."""
     batch_size: int = 128

@@ -117,8 +117,10 @@ def build_model(recipe: Recipe, options: RunOptions, data: DataSet) -> nn.Module
         if overrides and isinstance(error, TypeError):
             raise Misuse(f"{recipe.model} cannot be built with {overrides}: {error}") from error
         raise Misuse(str(error)) from error
-    if recipe.init == "torch":
+    if recipe.init != "model":
         model.apply(_as_torch_does)
+    if recipe.init == "torch-1.1":
+        model.apply(_norms_of_2019)
     return model
 
 
@@ -166,6 +168,13 @@ def _as_torch_does(module: nn.Module) -> None:
     elif isinstance(module, CRC):
         for weight in (module.weight_x, module.weight_h):
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+@torch.no_grad()
+def _norms_of_2019(module: nn.Module) -> None:
+    """BN's weights as PyTorch drew them up to version 1.1: uniformly from 0 to 1; its biases were 0 as today."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+        nn.init.uniform_(module.weight)
 
 
 def _build_loader(recipe: Recipe, data: DataSet, device: torch.device, processes: Processes) -> EpochLoader:
