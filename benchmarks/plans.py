@@ -5,8 +5,9 @@
     python benchmarks/plans.py --list                                # how many there are, without a GPU
 
 A plan is how a layer is cut: tiles, channels a block, warps, blocks a multiprocessor (recnets.ops.cuda.plan). Times are
-of all that the layer's pass launches, under a CUDA graph, bf16. A plan whose result is not that of the chosen plan is a
-row with an error, and the exit status is 1. The CSV goes to benchmarks/results/, written after every layer.
+of all that the layer's pass launches, under a CUDA graph, bf16. Plans whose kernel spills registers to memory are rows
+without a time. A plan whose result is not that of the chosen plan is a row with an error, and the exit status is 1. The
+CSV goes to benchmarks/results/, written after every layer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ MOST_THREADS = 1024  # that a multiprocessor is given: with more, too few regist
 SHARED_OF_ALL = 228 * 1024  # bytes of a multiprocessor; a block takes 1 KiB more than it asks for
 KERNELS = ("forward", "backward", "weight_grad")
 BOUND = 1e-2
+A_FEW = 64  # bytes a thread may spill and still be timed
 EPS = 1e-5
 
 
@@ -135,26 +137,35 @@ def passes(layer: Layer) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
     return {"forward": forward, "backward": backward, "weight_grad": weight_grad}
 
 
+def defines_of(layer: Layer, each: Plan | GradPlan) -> dict[str, int]:
+    """Constants of a plan's kernel."""
+    if isinstance(each, GradPlan):
+        return each.defines(layer, layer.so, layer.kh, 1)
+    return {**each.defines(layer), **crc.sigma_defines(batch=True, relu=True)}
+
+
 def compile_all(name: str, layer: Layer, plans: list[Any]) -> None:
     """Start compiling every plan's kernel, many at a time."""
     for each in plans:
-        if isinstance(each, GradPlan):
-            defines = each.defines(layer, layer.so, layer.kh, 1)
-        else:
-            defines = {**each.defines(layer), **crc.sigma_defines(batch=True, relu=True)}
-        kernels.compile_ahead(name, torch.bfloat16, 0, defines)
+        kernels.compile_ahead(name, torch.bfloat16, 0, defines_of(layer, each))
 
 
-def measure(name: str, layer: Layer, plans: list[Any]) -> Iterator[Row]:
+def measure(name: str, layer: Layer, plans: list[Any]) -> list[Row]:
     """A row for every plan, the chosen one first."""
+    rows: list[Row] = []
     run = passes(layer)[name]
     compile_all(name, layer, plans)
     expected: tuple[Tensor, ...] = ()
     first = 0.0
     for each in plans:
-        row: Row = {"kernel": name, **describe(layer, each), "us": "", "of_chosen": "", "error": ""}
+        row: Row = {"kernel": name, **describe(layer, each), "registers": "", "spilled": ""}
+        row |= {"us": "", "of_chosen": "", "error": ""}
         use(name, layer, each)
         try:
+            taken = kernels.kernel(name, torch.bfloat16, 0, defines_of(layer, each), each.shared).resources
+            row |= taken._asdict()
+            if taken.spilled > A_FEW and each is not plans[0]:
+                continue
             got = run()
             if not expected and each is not plans[0]:
                 raise ValueError("not compared: the chosen plan failed")
@@ -169,7 +180,8 @@ def measure(name: str, layer: Layer, plans: list[Any]) -> Iterator[Row]:
             row["error"] = str(error).strip().splitlines()[0][:200]
         finally:
             use(name, layer, None)
-        yield row
+            rows.append(row)
+    return rows
 
 
 def describe(layer: Layer, each: Plan | GradPlan) -> Row:
@@ -185,8 +197,8 @@ def describe(layer: Layer, each: Plan | GradPlan) -> Row:
 
 def show(rows: list[Row], top: int = 5) -> None:
     """The chosen plan and the fastest ones."""
-    print(f"{rows[0]['kernel']}, {rows[0]['layer']}: {len(rows)} plans")
     timed = [row for row in rows if row["us"] != ""]
+    print(f"{rows[0]['kernel']}, {rows[0]['layer']}: {len(rows)} plans, {len(timed)} timed")
     for row in [*rows[:1], *sorted(timed, key=lambda row: row["us"])[:top]]:
         print(f"  {row['us'] or row['error']:>9} µs  {row['tile']:>5}  {row['plan']}", flush=True)
 
@@ -215,7 +227,7 @@ def main() -> int:
             if args.list or not plans:
                 print(f"{name}, {layer}: {len(plans)} plans")
                 continue
-            own = list(measure(name, layer, plans))
+            own = measure(name, layer, plans)
             show(own)
             rows += own
             path = args.out / (file_name("plans", args.model, str(args.batch), context("cuda")) + ".csv")

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from recnets.layers.crc import NONLINEARITIES
 from recnets.models import save_weights
 from recnets.models.plain import as_plain_modules
 from recnets.ops import dispatch
-from recnets.ops.cuda import plan
+from recnets.ops.cuda import nvrtc, plan
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the benchmarks are in the repository only")
@@ -138,6 +139,35 @@ def test_the_chosen_plans_are_back_after_timing(script):
     assert plan.step("forward", layer, 132) == other
     plans.use("forward", layer, None)
     assert plan.step("forward", layer, 132) == chosen
+
+
+def test_plans_that_spill_or_fail_are_rows_without_a_time(script, monkeypatch):
+    plans = script("plans")
+    layer = plan.Layer(64, 32, 32, 10, 8, 32, 3, 3)
+    chosen, slow, spilling, wrong, *_ = plans.step_plans("forward", layer, 132)
+    answers = {chosen: (200, 8, 1.0), slow: (128, 0, 1.0), spilling: (255, 65, 1.0), wrong: (128, 0, 2.0)}
+    timed = []
+
+    def kernel(name, dtype, index, defines, shared):
+        (found,) = (each for each in answers if plans.defines_of(layer, each) == defines)
+        return SimpleNamespace(resources=nvrtc.Resources(*answers[found][:2]))
+
+    def seconds(run, **_):
+        timed.append(plan.overrides["forward", layer])
+        return 1e-6 * (1 + timed[-1].resident)
+
+    monkeypatch.setattr(plans.kernels, "kernel", kernel)
+    monkeypatch.setattr(plans, "compile_all", lambda *_: None)
+    monkeypatch.setattr(plans, "graphed", lambda run: run)
+    monkeypatch.setattr(plans, "seconds", seconds)
+    result = lambda: (torch.full((4,), answers[plan.overrides["forward", layer]][2]),)  # noqa: E731
+    monkeypatch.setattr(plans, "passes", lambda _: {"forward": result})
+    rows = plans.measure("forward", layer, list(answers))
+    assert timed == [chosen, slow]
+    assert [row["us"] != "" for row in rows] == [True, True, False, False]
+    assert [row["spilled"] for row in rows] == [8, 0, 65, 0]
+    assert [bool(row["error"]) for row in rows] == [False, False, False, True]
+    assert not plan.overrides
 
 
 def test_a_variant_that_fails_leaves_a_row_and_the_others(script):

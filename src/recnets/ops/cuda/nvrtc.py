@@ -22,6 +22,7 @@ from recnets.utils import atomic_write
 
 FOLDER = Path(__file__).parent
 _log = logging.getLogger("recnets")
+LOCAL_BYTES, REGISTERS = 3, 4  # CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, CU_FUNC_ATTRIBUTE_NUM_REGS
 SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -143,6 +144,16 @@ class Kernel:
             _check(driver.cuFuncSetAttribute(self._function, SHARED_LIMIT, shared), f"{shared} bytes for {name}")
         if cluster > PORTABLE_CLUSTER:
             _check(driver.cuFuncSetAttribute(self._function, LARGE_CLUSTERS, 1), f"clusters of {cluster} for {name}")
+
+    @property
+    def resources(self) -> Resources:
+        """What the kernel takes; `spilled` is a thread's part of memory, for whatever use."""
+        found = ctypes.c_int()
+        taken = []
+        for attribute in (REGISTERS, LOCAL_BYTES):
+            _check(_driver().cuFuncGetAttribute(ctypes.byref(found), attribute, self._function), self.name)
+            taken.append(found.value)
+        return Resources(*taken)
 
     def resident(self) -> int:
         """Blocks that a multiprocessor holds at once."""
