@@ -2,12 +2,14 @@
 
     python benchmarks/plans.py --batch 1024                          # minutes; 64 by default
     python benchmarks/plans.py --kernels forward --model recnet_60_480
+    python benchmarks/plans.py --keep                                # from then on the kernels run by the fastest
     python benchmarks/plans.py --list                                # how many there are, without a GPU
 
 A plan is how a layer is cut: tiles, channels a block, warps, blocks a multiprocessor (recnets.ops.cuda.plan). Times are
 of all that the layer's pass launches, under a CUDA graph, bf16. Plans whose kernel spills registers to memory are rows
 without a time. A plan whose result is not that of the chosen plan is a row with an error, and the exit status is 1. The
-CSV goes to benchmarks/results/, written after every layer.
+CSV goes to benchmarks/results/, written after every layer. With --keep the fastest plan of a layer, if it beats the
+chosen one by more than chance, goes to src/recnets/ops/cuda/tuned.json, which the kernels are planned by.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from common import RESULTS, context, file_name, write_csv
 from gpu import Row, graphed, rms, seconds
 from recnets import create_model
 from recnets.layers import CRC
-from recnets.ops.cuda import crc, kernels, plan
+from recnets.ops.cuda import crc, kernels, plan, tuned
 from recnets.ops.cuda.plan import GradPlan, Layer, Plan
+from recnets.utils import git_commit
 
 MULTIPROCESSORS = 132  # of an H200, for --list
 MOST_THREADS = 1024  # that a multiprocessor is given: with more, too few registers are left for each
@@ -35,6 +38,7 @@ SHARED_OF_ALL = 228 * 1024  # bytes of a multiprocessor; a block takes 1 KiB mor
 KERNELS = ("forward", "backward", "weight_grad")
 BOUND = 1e-2
 A_FEW = 64  # bytes a thread may spill and still be timed
+FASTER = 0.98  # of the chosen plan's time: what a plan must reach to be kept
 EPS = 1e-5
 
 
@@ -72,8 +76,7 @@ def step_plans(name: str, layer: Layer, multiprocessors: int) -> list[Plan]:
             together = 32 * cut.wm * cut.wn * resident
             if together > MOST_THREADS or resident * (cut.shared + 1024) > SHARED_OF_ALL:
                 continue
-            single = tile.count(layer) * (layer.so // nb) <= resident * multiprocessors
-            found[cut._replace(resident=resident, single=single, prefetch=prefetch and not single)] = None
+            found[plan.with_residents(cut, layer, resident, prefetch, multiprocessors)] = None
     return list(found)
 
 
@@ -184,6 +187,18 @@ def measure(name: str, layer: Layer, plans: list[Any]) -> list[Row]:
     return rows
 
 
+def fastest(name: str, layer: Layer, plans: list[Any], rows: list[Row], multiprocessors: int) -> dict[str, Any] | None:
+    """The plan to keep, with its time and the chosen one's; None where the chosen one is as good."""
+    times = [(row["us"], index) for index, row in enumerate(rows) if row["us"] != ""]
+    if not times or rows[0]["us"] == "" or min(times)[0] > FASTER * rows[0]["us"]:
+        return None
+    us, index = min(times)
+    best, key = plans[index], tuned.key_of(name, layer, 0 if name == "weight_grad" else multiprocessors)
+    fields = ("groups", "stages") if name == "weight_grad" else ("nb", "wm", "wn", "mt", "nt", "resident", "prefetch")
+    choice = {"images": best.tile.images, "rows": best.tile.rows, **{f: getattr(best, f) for f in fields}}
+    return {**key, **choice, "us": us, "before": rows[0]["us"], "measured": context("cuda"), "commit": git_commit()}
+
+
 def describe(layer: Layer, each: Plan | GradPlan) -> Row:
     """Layer and plan in the columns of a table."""
     row: Row = {"layer": f"{layer.n}x{layer.h}x{layer.w} s_in {layer.si} s_out {layer.so} d {layer.d}"}
@@ -208,6 +223,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="recnet_60_1280")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--keep", action="store_true", help="run by the fastest plans from now on")
     parser.add_argument("--list", action="store_true", help="only say how many plans there are")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
     return parser.parse_args()
@@ -232,6 +248,11 @@ def main() -> int:
             rows += own
             path = args.out / (file_name("plans", args.model, str(args.batch), context("cuda")) + ".csv")
             write_csv(path, rows)
+            best = fastest(name, layer, plans, own, count) if args.keep else None
+            if best is not None:
+                tuned.keep([best])
+                plan.step.cache_clear()
+                plan.weight_grad.cache_clear()
             timed = [row["us"] for row in own if row["us"] != ""]
             saved["chosen"] += times * (own[0]["us"] or 0.0)
             saved["best"] += times * min(timed, default=0.0)

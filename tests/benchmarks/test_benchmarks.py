@@ -170,6 +170,21 @@ def test_plans_that_spill_or_fail_are_rows_without_a_time(script, monkeypatch):
     assert not plan.overrides
 
 
+def test_the_fastest_plan_is_kept_where_it_beats_the_chosen_one_by_more_than_chance(script, monkeypatch):
+    plans = script("plans")
+    monkeypatch.setattr(plans, "context", lambda _: "h200")
+    layer = plan.Layer(64, 32, 32, 10, 8, 32, 3, 3)
+    for name in ("forward", "weight_grad"):
+        found = plans.plans_of(name, layer, 132)[:3]
+        rows = [{"us": us} for us in (100.0, 99.0, "")]
+        assert plans.fastest(name, layer, found, rows, 132) is None
+        rows[1]["us"] = 90.0
+        best = plans.fastest(name, layer, found, rows, 132)
+        assert (best["us"], best["before"], best["rows"]) == (90.0, 100.0, found[1].tile.rows)
+        assert best["multiprocessors"] == (132 if name == "forward" else 0)
+        assert plans.fastest(name, layer, found, [{"us": ""}, *rows[1:]], 132) is None
+
+
 def test_a_variant_that_fails_leaves_a_row_and_the_others(script):
     gpu = script("gpu")
     times = {"fused": 2.0, "plain": 9.0, "plain, compiled": 7.0, "grouped control": 3.0}

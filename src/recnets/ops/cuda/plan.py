@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+from recnets.ops.cuda import tuned
+
 SHARED = 227 * 1024  # bytes a block may take on compute capability 9; smaller devices give less
 MOST_WARPS = 8
 FETCH_REGISTERS = 110  # a thread's sums and what it fetches ahead may take so many; with more, the compiler spills
@@ -173,6 +175,22 @@ def plan_of(
     return Plan(tile, nb, *shape, 1, shared, single, *along, prefetch=not single and registers <= FETCH_REGISTERS)
 
 
+def with_residents(cut: Plan, layer: Layer, resident: int, prefetch: bool, multiprocessors: int) -> Plan:
+    """The plan with so many blocks a multiprocessor; where all tiles are there at once, none is fetched ahead."""
+    single = cut.tile.count(layer) * (layer.so // cut.nb) <= resident * multiprocessors
+    return cut._replace(resident=resident, single=single, prefetch=prefetch and not single)
+
+
+def _tuned_step(name: str, layer: Layer, multiprocessors: int) -> Plan | None:
+    """The plan that was measured to be the fastest, where there is one and it fits these kernels."""
+    kept = tuned.choice(name, layer, multiprocessors)
+    if kept is None:
+        return None
+    shape = (kept["wm"], kept["wn"], kept["mt"], kept["nt"])
+    cut = plan_of(name, layer, Tile(kept["images"], kept["rows"]), kept["nb"], shape, multiprocessors)
+    return cut and with_residents(cut, layer, kept["resident"], kept["prefetch"], multiprocessors)
+
+
 def _candidate(name: str, layer: Layer, tile: Tile, nb: int, multiprocessors: int) -> tuple[float, Plan] | None:
     """A plan with this tile and its cost, by a rough model of a step: pixels a multiprocessor has to go through."""
     shapes = [warps(tile.pixels(layer), nb, largest=largest) for largest in (16, 8, 4)]
@@ -196,6 +214,9 @@ def step(name: str, layer: Layer, multiprocessors: int) -> Plan | None:
     nb = block_channels(layer.so)
     if nb is None or layer.si % 4 or layer.kx not in (1, 3) or layer.kh not in (1, 3):
         return None
+    kept = _tuned_step(name, layer, multiprocessors)
+    if kept is not None:
+        return kept
     found = [_candidate(name, layer, tile, nb, multiprocessors) for tile in tiles(layer)]
     candidates = [candidate for candidate in found if candidate is not None]
     return min(candidates)[1] if candidates else None
@@ -278,6 +299,12 @@ def weight_grad(layer: Layer, channels: int, kernel: int, along: bool) -> GradPl
         x = round_up(layer.si, 8) if blocks[0] == 1 else layer.si // blocks[0]
         if layer.kx != layer.kh or x % 8 or layer.si % blocks[0] or kernel * (ci + x) * co // 32 > 128:
             return None
+    kept = tuned.choice("weight_grad", layer, 0) if along else None
+    if kept is not None:
+        tile = Tile(kept["images"], kept["rows"])
+        plan = grad_plan_of(layer, kernel, tile, ci, co, x, kept["groups"], kept["stages"], blocks)
+        if plan is not None:
+            return plan
     best: GradPlan | None = None
     for tile in tiles(layer):
         plan = grad_plan_of(layer, kernel, tile, ci, co, x, 4 if kernel == 3 else 8, 2, blocks)

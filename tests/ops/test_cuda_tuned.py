@@ -1,0 +1,91 @@
+"""Plans that were measured take the place of those that are worked out."""
+
+import pytest
+
+from recnets.errors import RecNetsError
+from recnets.ops.cuda import plan, tuned
+from recnets.ops.cuda.plan import Layer, Tile
+
+LAYER = Layer(64, 32, 32, 10, 8, 32, 3, 3)
+STEP = {"images": 1, "rows": 4, "nb": 32, "wm": 4, "wn": 2, "mt": 2, "nt": 2, "resident": 2, "prefetch": True}
+GRAD = {"images": 1, "rows": 4, "groups": 5, "stages": 3}
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """`kept({"kernel": …}, …)`: these plans are in the file, until the test ends."""
+    monkeypatch.setattr(tuned, "FILE", tmp_path / "tuned.json")
+
+    def clear():
+        for function in (tuned._all, plan.step, plan.weight_grad):
+            function.cache_clear()
+
+    def keep(*entries):
+        tuned.keep(entries, tuned.FILE)
+        clear()
+
+    clear()
+    yield keep
+    monkeypatch.undo()
+    clear()
+
+
+def entry(kernel: str, choice: dict, multiprocessors: int = 132) -> dict:
+    return {**tuned.key_of(kernel, LAYER, multiprocessors), **choice}
+
+
+def test_a_kept_plan_is_taken_for_its_layer_with_any_number_of_steps(kept):
+    before = plan.step("forward", LAYER, 132)
+    kept(entry("forward", STEP))
+    for layer in (LAYER, LAYER._replace(d=3)):
+        found = plan.step("forward", layer, 132)
+        assert found is not None
+        assert (found.tile, found.nb, found.resident, found.prefetch) == (Tile(1, 4), 32, 2, True)
+        assert (found.wm, found.wn, found.mt, found.nt, found.single) == (4, 2, 2, 2, False)
+        assert found.shared < before.shared
+    assert plan.step("backward", LAYER, 132).tile == Tile(1, 16)
+    assert plan.step("forward", LAYER, 66) != found
+    assert plan.step("forward", LAYER._replace(n=65), 132).tile != Tile(1, 4)
+
+
+def test_a_kept_plan_with_all_tiles_at_once_fetches_none_ahead(kept):
+    kept(entry("backward", {**STEP, "rows": 16, "wm": 8, "wn": 1, "mt": 4, "nt": 4, "resident": 1}))
+    found = plan.step("backward", LAYER, 132)
+    assert found.single
+    assert not found.prefetch
+    assert found.dx_tiles == 1
+
+
+def test_a_kept_plan_of_the_weights_gradients(kept):
+    before = plan.weight_grad(LAYER, 32, 3, True)
+    kept(entry("weight_grad", GRAD, 0))
+    found = plan.weight_grad(LAYER, 32, 3, True)
+    assert (found.tile, found.groups, found.stages) == (Tile(1, 4), 5, 3)
+    assert (found.ci, found.co, found.x, found.blocks) == (before.ci, before.co, before.x, before.blocks)
+    assert plan.weight_grad(LAYER, 32, 3, False).groups == 4
+
+
+def test_a_kept_plan_that_does_not_fit_any_more_is_passed_over(kept):
+    before = plan.step("forward", LAYER, 132), plan.weight_grad(LAYER, 32, 3, True)
+    kept(
+        entry("forward", {**STEP, "images": 8, "rows": 32}), entry("weight_grad", {**GRAD, "rows": 32, "stages": 9}, 0)
+    )
+    assert (plan.step("forward", LAYER, 132), plan.weight_grad(LAYER, 32, 3, True)) == before
+
+
+def test_a_newer_plan_takes_the_place_of_an_older_one_and_the_others_stay(kept):
+    kept(entry("forward", STEP), entry("backward", STEP))
+    kept(entry("forward", {**STEP, "resident": 1}))
+    assert plan.step("forward", LAYER, 132).resident == 1
+    assert plan.step("backward", LAYER, 132).resident == 2
+    assert len(tuned.FILE.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("text", ["[{]", '[{"kernel": "forward"}]', "7"])
+def test_a_damaged_file_says_what_to_do(kept, text):
+    tuned.FILE.write_text(text)
+    with pytest.raises(RecNetsError, match=r"tuned\.json holds no plans .*; remove it"):
+        plan.step("forward", LAYER, 132)
+    with pytest.raises(RecNetsError, match="holds no plans"):
+        tuned.keep([], tuned.FILE)
+    assert tuned.FILE.read_text() == text
