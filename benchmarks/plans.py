@@ -92,7 +92,7 @@ def grad_plans(layer: Layer) -> list[GradPlan]:
         cut = (layer, layer.kh, tile, chosen.ci, chosen.co, chosen.x, groups, stages, chosen.blocks)
         fits = plan.grad_plan_of(*cut)
         if fits is not None:
-            found[fits] = None
+            found |= {fits: None, fits._replace(staggered=True): None}
     return list(found)
 
 
@@ -194,7 +194,11 @@ def fastest(name: str, layer: Layer, plans: list[Any], rows: list[Row], multipro
         return None
     us, index = min(times)
     best, key = plans[index], tuned.key_of(name, layer, 0 if name == "weight_grad" else multiprocessors)
-    fields = ("groups", "stages") if name == "weight_grad" else ("nb", "wm", "wn", "mt", "nt", "resident", "prefetch")
+    fields = (
+        ("groups", "stages", "staggered")
+        if name == "weight_grad"
+        else ("nb", "wm", "wn", "mt", "nt", "resident", "prefetch")
+    )
     choice = {"images": best.tile.images, "rows": best.tile.rows, **{f: getattr(best, f) for f in fields}}
     return {**key, **choice, "us": us, "before": rows[0]["us"], "measured": context("cuda"), "commit": git_commit()}
 
@@ -204,7 +208,8 @@ def describe(layer: Layer, each: Plan | GradPlan) -> Row:
     row: Row = {"layer": f"{layer.n}x{layer.h}x{layer.w} s_in {layer.si} s_out {layer.so} d {layer.d}"}
     row["tile"] = f"{each.tile.images}x{each.tile.rows}"
     if isinstance(each, GradPlan):
-        return {**row, "plan": f"{each.ci}x{each.co} channels, {each.groups} groups, {each.stages} stages"}
+        how = ", staggered" if each.staggered else ""
+        return {**row, "plan": f"{each.ci}x{each.co} channels, {each.groups} groups, {each.stages} stages{how}"}
     ways = [word for word, there in (("single", each.single), ("prefetch", each.prefetch)) if there]
     cut = f"{each.nb} channels, {each.wm}x{each.wn} warps of {each.mt}x{each.nt}, {each.resident} resident"
     return {**row, "plan": ", ".join([cut, *ways])}

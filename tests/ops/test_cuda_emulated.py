@@ -145,6 +145,26 @@ def test_plans_that_are_not_chosen(resident, nb, rows, most, kind, emulated, rms
     plan.step.cache_clear()
 
 
+# Groups of warps, stages; with more groups than turns of a tile some fetch at the same time.
+@pytest.mark.parametrize(("groups", "stages"), [(4, 2), (4, 3), (5, 2), (8, 3)])
+@pytest.mark.parametrize(
+    ("count", "shape"), [(2, (3, 12, 12, 12, 48, 2, 3, 3)), (3, (5, 8, 8, 16, 64, 2, 3, 3))], ids=str
+)
+def test_weight_gradients_whose_warps_fetch_by_turns(count, shape, groups, stages, emulated, rms, monkeypatch):
+    n, h, w, s_in, s_out, d, kernel, _ = shape
+    layer = Layer(n, h, w, d, s_in, s_out, kernel, kernel)
+    chosen = plan.weight_grad(layer, s_out, kernel, True)
+    assert chosen is not None
+    cut = (layer, kernel, chosen.tile, chosen.ci, chosen.co, chosen.x, groups, stages, chosen.blocks)
+    found = plan.grad_plan_of(*cut)
+    assert found is not None
+    monkeypatch.setitem(plan.grad_overrides, (layer, s_out, True), found._replace(staggered=True))
+    plan.weight_grad.cache_clear()
+    emulated(count, seed=groups)
+    check_forward_and_every_gradient(shape, torch.bfloat16, rms, "cpu")
+    plan.weight_grad.cache_clear()
+
+
 @pytest.mark.parametrize("seed", range(1, 4))
 @pytest.mark.parametrize(("count", "shape"), [SHAPES[1], SHAPES[8], SHAPES[10], SHAPES[13]], ids=str)
 def test_threads_in_another_order(count, shape, seed, emulated, rms):

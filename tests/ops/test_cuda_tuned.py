@@ -8,7 +8,7 @@ from recnets.ops.cuda.plan import Layer, Tile
 
 LAYER = Layer(64, 32, 32, 10, 8, 32, 3, 3)
 STEP = {"images": 1, "rows": 4, "nb": 32, "wm": 4, "wn": 2, "mt": 2, "nt": 2, "resident": 2, "prefetch": True}
-GRAD = {"images": 1, "rows": 4, "groups": 5, "stages": 3}
+GRAD = {"images": 1, "rows": 4, "groups": 5, "stages": 3, "staggered": True}
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_kept_plan_of_the_weights_gradients(kept):
     before = plan.weight_grad(LAYER, 32, 3, True)
     kept(entry("weight_grad", GRAD, 0))
     found = plan.weight_grad(LAYER, 32, 3, True)
-    assert (found.tile, found.groups, found.stages) == (Tile(1, 4), 5, 3)
+    assert (found.tile, found.groups, found.stages, found.staggered) == (Tile(1, 4), 5, 3, True)
     assert (found.ci, found.co, found.x, found.blocks) == (before.ci, before.co, before.x, before.blocks)
     assert plan.weight_grad(LAYER, 32, 3, False).groups == 4
 

@@ -256,13 +256,14 @@ class GradPlan(NamedTuple):
     stages: int
     shared: int
     blocks: tuple[int, int]
+    staggered: bool = False  # groups of warps fetch the next tile at different times
 
     def defines(self, layer: Layer, channels: int, kernel: int, lag: int) -> dict[str, int]:
         return {
             "H": layer.h, "W": layer.w, "D": layer.d, "SI": layer.si, "SO": layer.so, "IMAGES": self.tile.images,
             "ROWS": self.tile.rows, "NB": layer.so, "WM": kernel, "WN": self.groups, "MT": 1, "NT": 2, "RESIDENT": 1,
             "SINGLE": 0, "CA": channels, "KW": kernel, "LAG": lag, "XB": self.x, "CI_BLOCK": self.ci,
-            "CO_BLOCK": self.co, "STAGES": self.stages,
+            "CO_BLOCK": self.co, "STAGES": self.stages, "STAGGERED": int(self.staggered),
         }  # fmt: skip
 
 
@@ -304,7 +305,7 @@ def weight_grad(layer: Layer, channels: int, kernel: int, along: bool) -> GradPl
         tile = Tile(kept["images"], kept["rows"])
         plan = grad_plan_of(layer, kernel, tile, ci, co, x, kept["groups"], kept["stages"], blocks)
         if plan is not None:
-            return plan
+            return plan._replace(staggered=kept["staggered"])
     best: GradPlan | None = None
     for tile in tiles(layer):
         plan = grad_plan_of(layer, kernel, tile, ci, co, x, 4 if kernel == 3 else 8, 2, blocks)

@@ -2,11 +2,12 @@
 // with LAG 1 and a = h for W_h, LAG 0 and a = x for W_x. The product runs over pixels. A block takes a share of the
 // (tile, step) pairs and CI_BLOCK x CO_BLOCK channels; a warp takes one row of taps (WM = KW of them) and every WN-th 16
 // pixels of a tile. With XB, XB channels of a second input x with LAG 0 come along, its share of W_x's gradient.
+// With STAGGERED the groups of warps fetch the next tile at different times, so that some warps always compute.
 // Blocks leave parts, (gridDim.x, taps, CA or SI, SO), to be added in a fixed order. CA are a's channels a step.
 
 constexpr int HALO = KW / 2, COLUMNS = W + 2 * HALO, LINES = ROWS + 2 * HALO;
 constexpr int PITCH_A = pitch_of(CI_BLOCK), PITCH_X = XB ? pitch_of(XB) : 0, PITCH_G = pitch_of(CO_BLOCK);
-constexpr int CHUNKS_OF_16 = round_up(PIXELS, 16) / 16;
+constexpr int CHUNKS_OF_16 = round_up(PIXELS, 16) / 16, TURNS = (CHUNKS_OF_16 + WN - 1) / WN;
 constexpr int BYTES_A = slots_of(HALO) * PITCH_A, BYTES_X = slots_of(HALO) * PITCH_X;
 constexpr int STAGE = BYTES_A + BYTES_X + CHUNKS_OF_16 * 16 * PITCH_G;
 constexpr int TO = CO_BLOCK / 16, TI = CI_BLOCK / 8, TX = XB ? XB / 8 : 1;
@@ -129,10 +130,14 @@ weight_grad(const u16* a, const u16* x, const u16* dz, float* parts, float* part
     for (int work = blockIdx.x; work < all; work += gridDim.x) {
         copy_wait<STAGES - 2>();
         __syncthreads();
-        fetch(work + (STAGES - 1) * gridDim.x, (stage + STAGES - 1) % STAGES);
+        const int following = work + (STAGES - 1) * gridDim.x, place = (stage + STAGES - 1) % STAGES;
+        if (!STAGGERED) fetch(following, place);
         const u32 as = base + stage * STAGE, xs = as + BYTES_A, gs = xs + BYTES_X;
         const bool both = work % EACH + FIRST >= LAG;
-        for (int chunk = group; chunk < CHUNKS_OF_16; chunk += WN) {
+        for (int turn = 0; turn < TURNS; turn++) {
+            if (STAGGERED && turn == group % TURNS) fetch(following, place);
+            const int chunk = group + turn * WN;
+            if (CHUNKS_OF_16 % WN && chunk >= CHUNKS_OF_16) continue;
             u32 g[TO][4];
 #pragma unroll
             for (int o = 0; o < TO; o++) {
