@@ -76,7 +76,8 @@ def step_plans(name: str, layer: Layer, multiprocessors: int) -> list[Plan]:
             together = 32 * cut.wm * cut.wn * resident
             if together > MOST_THREADS or resident * (cut.shared + 1024) > SHARED_OF_ALL:
                 continue
-            found[plan.with_residents(cut, layer, resident, prefetch, multiprocessors)] = None
+            fits = plan.with_residents(cut, layer, resident, prefetch, multiprocessors)
+            found |= {fits: None} | ({fits._replace(stacked=True): None} if plan.stackable(fits, layer) else {})
     return list(found)
 
 
@@ -197,7 +198,7 @@ def fastest(name: str, layer: Layer, plans: list[Any], rows: list[Row], multipro
     fields = (
         ("groups", "stages", "staggered")
         if name == "weight_grad"
-        else ("nb", "wm", "wn", "mt", "nt", "resident", "prefetch")
+        else ("nb", "wm", "wn", "mt", "nt", "resident", "prefetch", "stacked")
     )
     choice = {"images": best.tile.images, "rows": best.tile.rows, **{f: getattr(best, f) for f in fields}}
     return {**key, **choice, "us": us, "before": rows[0]["us"], "measured": context("cuda"), "commit": git_commit()}
@@ -210,7 +211,11 @@ def describe(layer: Layer, each: Plan | GradPlan) -> Row:
     if isinstance(each, GradPlan):
         how = ", staggered" if each.staggered else ""
         return {**row, "plan": f"{each.ci}x{each.co} channels, {each.groups} groups, {each.stages} stages{how}"}
-    ways = [word for word, there in (("single", each.single), ("prefetch", each.prefetch)) if there]
+    ways = [
+        word
+        for word, there in (("single", each.single), ("prefetch", each.prefetch), ("stacked", each.stacked))
+        if there
+    ]
     cut = f"{each.nb} channels, {each.wm}x{each.wn} warps of {each.mt}x{each.nt}, {each.resident} resident"
     return {**row, "plan": ", ".join([cut, *ways])}
 

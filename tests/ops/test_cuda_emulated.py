@@ -145,6 +145,50 @@ def test_plans_that_are_not_chosen(resident, nb, rows, most, kind, emulated, rms
     plan.step.cache_clear()
 
 
+# Multiprocessors, the way through the kernels; N, H, W, s_in, s_out, d, kernel_x, kernel_h
+STACKS = [
+    (3, "single", (3, 8, 8, 8, 32, 3, 3, 3)),  # 8 columns of two strips
+    (6, "single", (3, 8, 8, 32, 128, 2, 3, 3)),
+    (1, "prefetch", (7, 8, 8, 12, 48, 3, 1, 3)),  # dx apart
+    (4, "single", (2, 8, 16, 16, 64, 2, 3, 3)),
+    (4, "single", (2, 13, 16, 12, 48, 2, 3, 3)),  # rows of an image, the last ones fewer
+    (3, "prefetch", (2, 12, 16, 12, 48, 2, 3, 3)),
+    (8, "single", (2, 16, 32, 4, 16, 3, 3, 3)),  # two stacks side by side
+    (1, "prefetch", (2, 16, 32, 8, 32, 2, 3, 3)),
+    (1, "neither", (2, 16, 32, 8, 32, 2, 3, 3)),
+]
+
+
+@pytest.mark.parametrize(("count", "kind", "shape"), STACKS, ids=str)
+def test_tiles_of_a_warp_below_each_other(count, kind, shape, emulated, rms, monkeypatch):
+    emulated(count)
+    planned, stacked = plan.step, set()
+
+    def stack(name, layer, multiprocessors):
+        chosen = planned(name, layer, multiprocessors)
+        if kind == "neither":
+            chosen = chosen._replace(prefetch=False)
+        assert plan.stackable(chosen, layer)
+        assert way(chosen) == kind
+        stacked.add((name, chosen.mt))
+        return chosen._replace(stacked=True)
+
+    monkeypatch.setattr(plan, "step", stack)
+    check_forward_and_every_gradient(shape, torch.bfloat16, rms, "cpu")
+    assert {name for name, _ in stacked} == {"forward", "backward"}
+
+
+def test_what_cannot_be_stacked():
+    layer = Layer(2, 16, 32, 3, 8, 32, 3, 3)
+    chosen = plan.step("forward", layer, 132)
+    assert plan.stackable(chosen, layer)
+    assert not plan.stackable(chosen, layer._replace(kh=1))
+    assert not plan.stackable(chosen._replace(mt=3), layer)
+    for w, rows in ((20, 8), (4, 8)):
+        narrow = Layer(2, 8, w, 3, 8, 32, 3, 3)
+        assert not plan.stackable(chosen._replace(tile=plan.Tile(1, rows), wm=1, mt=rows * w // 16), narrow)
+
+
 # Groups of warps, stages; with more groups than turns of a tile some fetch at the same time.
 @pytest.mark.parametrize(("groups", "stages"), [(4, 2), (4, 3), (5, 2), (8, 3)])
 @pytest.mark.parametrize(

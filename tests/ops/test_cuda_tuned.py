@@ -7,7 +7,8 @@ from recnets.ops.cuda import plan, tuned
 from recnets.ops.cuda.plan import Layer, Tile
 
 LAYER = Layer(64, 32, 32, 10, 8, 32, 3, 3)
-STEP = {"images": 1, "rows": 4, "nb": 32, "wm": 4, "wn": 2, "mt": 2, "nt": 2, "resident": 2, "prefetch": True}
+SHAPE = {"nb": 32, "wm": 4, "wn": 2, "mt": 2, "nt": 2}
+STEP = {"images": 1, "rows": 4, **SHAPE, "resident": 2, "prefetch": True, "stacked": True}
 GRAD = {"images": 1, "rows": 4, "groups": 5, "stages": 3, "staggered": True}
 
 
@@ -41,7 +42,7 @@ def test_a_kept_plan_is_taken_for_its_layer_with_any_number_of_steps(kept):
         found = plan.step("forward", layer, 132)
         assert found is not None
         assert (found.tile, found.nb, found.resident, found.prefetch) == (Tile(1, 4), 32, 2, True)
-        assert (found.wm, found.wn, found.mt, found.nt, found.single) == (4, 2, 2, 2, False)
+        assert (found.wm, found.wn, found.mt, found.nt, found.single, found.stacked) == (4, 2, 2, 2, False, True)
         assert found.shared < before.shared
     assert plan.step("backward", LAYER, 132).tile == Tile(1, 16)
     assert plan.step("forward", LAYER, 66) != found
@@ -66,11 +67,12 @@ def test_a_kept_plan_of_the_weights_gradients(kept):
 
 
 def test_a_kept_plan_that_does_not_fit_any_more_is_passed_over(kept):
-    before = plan.step("forward", LAYER, 132), plan.weight_grad(LAYER, 32, 3, True)
+    before = plan.step("forward", LAYER, 132), plan.step("backward", LAYER, 132), plan.weight_grad(LAYER, 32, 3, True)
     kept(
         entry("forward", {**STEP, "images": 8, "rows": 32}), entry("weight_grad", {**GRAD, "rows": 32, "stages": 9}, 0)
     )
-    assert (plan.step("forward", LAYER, 132), plan.weight_grad(LAYER, 32, 3, True)) == before
+    steps = plan.step("forward", LAYER, 132), plan.step("backward", LAYER, 132)
+    assert (*steps, plan.weight_grad(LAYER, 32, 3, True)) == before
 
 
 def test_a_newer_plan_takes_the_place_of_an_older_one_and_the_others_stay(kept):

@@ -204,7 +204,7 @@ __device__ __forceinline__ void put(const float (&acc)[MT][NT][4], float (&sum)[
         for (int m = 0; m < MT; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const int q = (wm * MT + m) * 16 + half * 8 + lane / 4;
+                const int q = pixel_at(wm, m, half * 8 + lane / 4);
                 if (q >= count) continue;
                 pres[m][half] = load_shared1(zs + own_at(q, c * 2));
                 dhs[m][half] = load_shared1(ms + own_at(q, c * 2));
@@ -213,7 +213,7 @@ __device__ __forceinline__ void put(const float (&acc)[MT][NT][4], float (&sum)[
         for (int m = 0; m < MT; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const int q = (wm * MT + m) * 16 + half * 8 + lane / 4;
+                const int q = pixel_at(wm, m, half * 8 + lane / 4);
                 if (q >= count) continue;
                 const float2 pre = unpack2(pres[m][half]), dh = unpack2(dhs[m][half]);
                 const float a = !RELU || pre.x * scale.x + shift.x > 0 ? acc[m][n][half * 2] + dh.x : 0.f;
@@ -237,7 +237,7 @@ __device__ __forceinline__ void put_dx(const float (&extra)[MT][TX][4], u16* dx,
     for (int m = 0; m < MT; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int q = (wm * MT + m) * 16 + half * 8 + lane / 4;
+            const int q = pixel_at(wm, m, half * 8 + lane / 4);
             if (q >= tile.count) continue;
 #pragma unroll
             for (int n = 0; n < TX; n++) {
@@ -266,7 +266,7 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
 
     u32 corners[MT];
 #pragma unroll
-    for (int m = 0; m < MT; m++) corners[m] = hs + slot_of<HALO, KH>((wm * MT + m) * 16 + lane % 16) * PITCH_H;
+    for (int m = 0; m < MT; m++) corners[m] = hs + slot_of<HALO, KH>(pixel_at(wm, m, lane % 16)) * PITCH_H;
     const u32 my_wh = wh + (wn * NT / 2) * 512 + lane * 16, my_wx = wx + lane * 16;
     if (SINGLE) clear_shared(hs, BYTES_H);  // the border of the map
     copy_block(wh, packed_h + (size_t)split * (BYTES_WH / 2), BYTES_WH);

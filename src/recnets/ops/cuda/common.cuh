@@ -2,8 +2,9 @@
 //
 // Shapes are compile-time constants, given by -D: H, W (map), D (steps), SI, SO (channels of a segment and of a state),
 // IMAGES x ROWS x W (the tile: whole images, or rows of one image), NB (output channels a block), MT x NT (tiles of
-// 16 pixels and of 8 channels a warp), WM x WN (warps), SINGLE (one tile a block) or else PREFETCH (the next tile is
-// fetched while one is convolved), FP16 (else bfloat16).
+// 16 pixels and of 8 channels a warp), WM x WN (warps), STACKED (a warp's tiles of 16 pixels lie below each other, else
+// behind each other), SINGLE (one tile a block) or else PREFETCH (the next tile is fetched while one is convolved), FP16
+// (else bfloat16).
 //
 // Maps are rows of channels: pixel p = (n*H + y)*W + x, channel c of step i at p*(D*S) + i*S + c. The pixels of a tile
 // follow each other in memory.
@@ -58,6 +59,16 @@ __device__ __forceinline__ int slot_of(int q) {
     const int image = q / (ROWS * W), row = q / W % ROWS, column = q % W, inset = HALO - KERNEL / 2;
     return (image * (ROWS + 2 * HALO) + row + inset) * (W + 2 * HALO) + column + inset;
 }
+
+// Pixel p of 16 of tile m of a warp. STACKED: of the same 16 columns, one row below that of tile m - 1; of maps that are
+// 8 wide, 8 pixels of two strips of MT rows each.
+__device__ __forceinline__ int pixel_at(int wm, int m, int p) {
+    constexpr int ACROSS = W < 16 ? 1 : W / 16;
+    if (!STACKED) return (wm * MT + m) * 16 + p;
+    if (W == 8) return ((wm * 2 + p / 8) * MT + m) * 8 + p % 8;
+    return (wm / ACROSS * MT + m) * W + wm % ACROSS * 16 + p;
+}
+static_assert(!STACKED || ((W == 8 || W % 16 == 0) && ROWS % MT == 0 && WM * MT * 16 == PIXELS), "whole stacks");
 
 // The pixel of a slot of a shared tile, relative to the tile's first, and whether it lies in the map.
 template <int HALO>
@@ -163,6 +174,46 @@ __device__ __forceinline__ void copy_block(u32 to, const void* from, int bytes) 
 
 __host__ __device__ constexpr int steps_of(int channels, int kernel) { return (kernel * kernel * round_up(channels, 8) + 15) / 16; }
 
+// The same as `convolve` below for the tiles of a stack: a row of pixels is loaded once for the three taps above each
+// other. from: this lane's address in the row above the first.
+template <int CHANNELS, int COLUMNS, int PITCH, int PAIRS, int XPAIRS, bool MAIN, int TM, int TN, int TX>
+__device__ __forceinline__ void convolve_stack(float (&acc)[TM][TN][4], float (&extra)[TM][TX][4], u32 from, u32 weights,
+                                               u32 extra_weights, int first_extra) {
+#pragma unroll
+    for (int dx = 0; dx < 3; dx++)
+#pragma unroll
+        for (int chunk = 0; chunk < CHANNELS / 16; chunk++) {
+            uint4 b[3][(TN + 1) / 2];
+            uint2 e[3][TX];
+#pragma unroll
+            for (int dy = 0; dy < 3; dy++) {
+                const int j = (dy * 3 + dx) * (CHANNELS / 16) + chunk;
+#pragma unroll
+                for (int n = 0; MAIN && n < (TN + 1) / 2; n++) b[dy][n] = load_shared(weights + (j * PAIRS + n) * 512);
+#pragma unroll
+                for (int n = 0; XPAIRS && n < TX; n++)
+                    e[dy][n] = load_shared2(extra_weights + (j * XPAIRS + (first_extra + n) / 2) * 512 + (first_extra + n) % 2 * 8);
+            }
+#pragma unroll
+            for (int r = 0; r < TM + 2; r++) {
+                u32 a[4];
+                matrices(a, from + (r * COLUMNS + dx) * PITCH + chunk * 32);
+#pragma unroll
+                for (int dy = 0; dy < 3; dy++) {
+                    const int m = r < dy || r - dy >= TM ? 0 : r - dy;
+                    if (r < dy || r - dy >= TM) continue;
+#pragma unroll
+                    for (int n = 0; MAIN && n < TN; n++) {
+                        const uint4 w = b[dy][n / 2];
+                        product(acc[m][n], a, n % 2 ? w.z : w.x, n % 2 ? w.w : w.y);
+                    }
+#pragma unroll
+                    for (int n = 0; XPAIRS && n < TX; n++) product(extra[m][n], a, e[dy][n].x, e[dy][n].y);
+                }
+            }
+        }
+}
+
 // acc += a KERNEL x KERNEL convolution of a shared tile of COLUMNS. The product runs over (tap, channel), 16 at a time.
 // corners: each lane's address of pixel lane % 16 of each of the warp's tiles; weights: this lane's address of the
 // warp's first packed fragment (see pack.cuh), of which a step of 16 holds PAIRS, 16 output channels each. A second
@@ -176,6 +227,10 @@ __device__ __forceinline__ void convolve(float (&acc)[TM][TN][4], float (&extra)
     u32 from[TM];  // opaque, so that what is added to it is part of the load and not a sum of its own
 #pragma unroll
     for (int m = 0; m < TM; m++) from[m] = afresh(corners[m] + (near && upper ? 16 : 0));
+    if (STACKED && KERNEL == 3 && near) {
+        convolve_stack<PADDED, COLUMNS, PITCH, PAIRS, XPAIRS, MAIN>(acc, extra, from[0], weights, extra_weights, first_extra);
+        return;
+    }
 #pragma unroll
     for (int j = 0; j < steps_of(CHANNELS, KERNEL); j++) {
         const int k0 = 16 * j, k1 = 16 * j + 8 < TAPS * PADDED ? 16 * j + 8 : 0;

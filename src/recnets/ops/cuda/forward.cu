@@ -161,7 +161,7 @@ __device__ __forceinline__ void put(const float (&acc)[MT][NT][4], float (&sum)[
     for (int m = 0; m < MT; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int q = (wm * MT + m) * 16 + half * 8 + lane / 4;
+            const int q = pixel_at(wm, m, half * 8 + lane / 4);
             if (q >= count) continue;
             const bool now = SINGLE && shared_with_others(q, HALO_H);
 #pragma unroll
@@ -193,7 +193,7 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
     u32 corners_x[MT], corners_h[MT];
 #pragma unroll
     for (int m = 0; m < MT; m++) {
-        const int q = (wm * MT + m) * 16 + lane % 16;
+        const int q = pixel_at(wm, m, lane % 16);
         corners_x[m] = xs + slot_of<HALO_X, KX>(q) * PITCH_X;
         corners_h[m] = hs + slot_of<HALO_H, KH>(q) * PITCH_H;
     }

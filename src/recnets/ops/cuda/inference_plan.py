@@ -68,7 +68,7 @@ class InferencePlan(NamedTuple):
             "WM": self.conv.wm, "WN": self.conv.wn, "MT": self.conv.mt, "NT": self.conv.nt,
             "TWM": self.last.wm, "TWN": self.last.wn, "TMT": self.last.mt, "TNT": self.last.nt,
             "C_OUT": module.c_out, "POOL": int(module.pool), "BUFFERS": self.buffers, "RESIDENT": self.resident,
-            "SINGLE": 0,
+            "SINGLE": 0, "STACKED": 0,
         }  # fmt: skip
 
     def __str__(self) -> str:

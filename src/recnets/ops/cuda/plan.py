@@ -77,11 +77,12 @@ class Plan(NamedTuple):
     dx_tiles: int = 0  # of 8 of these channels, a warp
     dx_split: bool = False  # the blocks of a tile share the channels of dx out
     prefetch: bool = False  # the next tile is fetched while one is convolved
+    stacked: bool = False  # a warp's tiles of 16 pixels lie below each other
 
     def defines(self, layer: Layer) -> dict[str, int]:
         return {
             "SINGLE": int(self.single), "DX": self.dx, "DX_TILES": self.dx_tiles,
-            "DX_SPLIT": int(self.dx_split), "PREFETCH": int(self.prefetch),
+            "DX_SPLIT": int(self.dx_split), "PREFETCH": int(self.prefetch), "STACKED": int(self.stacked),
             "H": layer.h, "W": layer.w, "D": layer.d, "SI": layer.si, "SO": layer.so, "KX": layer.kx, "KH": layer.kh,
             "IMAGES": self.tile.images, "ROWS": self.tile.rows, "NB": self.nb, "WM": self.wm, "WN": self.wn,
             "MT": self.mt, "NT": self.nt, "RESIDENT": self.resident,
@@ -181,6 +182,12 @@ def with_residents(cut: Plan, layer: Layer, resident: int, prefetch: bool, multi
     return cut._replace(resident=resident, single=single, prefetch=prefetch and not single)
 
 
+def stackable(cut: Plan, layer: Layer) -> bool:
+    """Can a warp's tiles lie below each other, so that their convolution reads a row of pixels once for three taps?"""
+    whole = cut.tile.rows % cut.mt == 0 and cut.wm * cut.mt * 16 == cut.tile.pixels(layer)
+    return layer.kh == 3 and whole and (layer.w == 8 or layer.w % 16 == 0)
+
+
 def _tuned_step(name: str, layer: Layer, multiprocessors: int) -> Plan | None:
     """The plan that was measured to be the fastest, where there is one and it fits these kernels."""
     kept = tuned.choice(name, layer, multiprocessors)
@@ -188,7 +195,10 @@ def _tuned_step(name: str, layer: Layer, multiprocessors: int) -> Plan | None:
         return None
     shape = (kept["wm"], kept["wn"], kept["mt"], kept["nt"])
     cut = plan_of(name, layer, Tile(kept["images"], kept["rows"]), kept["nb"], shape, multiprocessors)
-    return cut and with_residents(cut, layer, kept["resident"], kept["prefetch"], multiprocessors)
+    if cut is None or (kept["stacked"] and not stackable(cut, layer)):
+        return None
+    cut = with_residents(cut, layer, kept["resident"], kept["prefetch"], multiprocessors)
+    return cut._replace(stacked=kept["stacked"])
 
 
 def _candidate(name: str, layer: Layer, tile: Tile, nb: int, multiprocessors: int) -> tuple[float, Plan] | None:
@@ -262,7 +272,7 @@ class GradPlan(NamedTuple):
         return {
             "H": layer.h, "W": layer.w, "D": layer.d, "SI": layer.si, "SO": layer.so, "IMAGES": self.tile.images,
             "ROWS": self.tile.rows, "NB": layer.so, "WM": kernel, "WN": self.groups, "MT": 1, "NT": 2, "RESIDENT": 1,
-            "SINGLE": 0, "CA": channels, "KW": kernel, "LAG": lag, "XB": self.x, "CI_BLOCK": self.ci,
+            "SINGLE": 0, "STACKED": 0, "CA": channels, "KW": kernel, "LAG": lag, "XB": self.x, "CI_BLOCK": self.ci,
             "CO_BLOCK": self.co, "STAGES": self.stages, "STAGGERED": int(self.staggered),
         }  # fmt: skip
 
