@@ -74,6 +74,22 @@ def test_the_hidden_head_explains_the_printed_counts():
 
 
 @pytest.mark.parametrize(
+    ("model", "s", "d", "printed", "digits"),
+    [
+        ("recnet_60_480", 8, (5, 10), 316e3, -3),
+        ("recnet_90_640", 8, (10, 15), 537e3, -3),
+        ("recnet_90_1280", 16, (10, 15), 2028e3, -3),
+        ("recnet_120_2880", 24, (10, 20), 8.2e6, -5),
+    ],
+)
+def test_a_wider_transition_would_explain_the_other_counts(model, s, d, printed, digits):
+    """One of the first stage that gives d_2 segments, where the layer after it reads d_1: with its BN."""
+    count, more = parameters(model, {"head": "hidden"}, "cifar100"), s * (d[1] - d[0])
+    assert round(count, digits) != printed
+    assert round(count + 4 * s * d[0] * more + 2 * more, digits) == printed
+
+
+@pytest.mark.parametrize(
     ("model", "overrides", "dataset"),
     [
         ("recnet_60_480", {}, "cifar100"),
