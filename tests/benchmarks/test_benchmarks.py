@@ -100,6 +100,32 @@ def test_timing_needs_a_gpu():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
+def test_tests_are_shared_out_among_processes_and_their_log_is_kept(tmp_path):
+    (tmp_path / "test_three.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('number', range(3))\ndef test_small(number):\n    assert number < 2\n"
+    )
+    options = ("--anywhere", "--jobs", "4", "--out", str(tmp_path))
+    done = run("gpu_tests.py", *options, str(tmp_path / "test_three.py"))
+    assert done.returncode == 1, done.stderr
+    assert "2 passed, 1 failed in" in done.stdout
+    (log,) = tmp_path.glob("tests-*.txt")
+    text = log.read_text()
+    assert text.startswith("# python benchmarks/gpu_tests.py")
+    assert [f"# process {number}, exit status {status}\n" in text for number, status in enumerate((0, 0, 1, 5))] == [
+        True
+    ] * 4
+    assert "assert 2 < 2" in text
+    assert str(FOLDER) not in text
+
+
+def test_outcomes_are_read_from_what_pytest_prints(script):
+    outcomes = script("gpu_tests").outcomes
+    assert outcomes("..s\n80 passed, 2 skipped, 7 deselected in 61.81s (0:01:01)\n") == {"passed": 80, "skipped": 2}
+    assert outcomes("10 passed, 1 warning, 2 errors in 6.34s") == {"passed": 10, "error": 2}
+    assert outcomes("no tests ran in 0.02s") == outcomes("Fatal Python error: Segmentation fault") == {}
+
+
 def test_plans_are_timed_on_a_gpu_and_counted_anywhere():
     done = run("plans.py")
     assert done.returncode == 2

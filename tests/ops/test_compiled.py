@@ -17,6 +17,8 @@ from recnets.ops.cuda.plan import Layer
 
 from .compiled import Compiler, available
 
+# Where there is a GPU the kernels run, which shows more.
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
 MODELS = [name for name in list_models("recnet_*") if "." not in name]
 SIDES = (32, 32, 16, 16, 8, 8)
 A_FEW = 64  # bytes: some registers more or less at the end of a kernel; thousands would be in its loops
