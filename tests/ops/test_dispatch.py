@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,3 +51,23 @@ def test_auto_runs_anywhere_and_agrees_with_torch():
     x = torch.randn(2, 4, 5, 3)
     for training in (True, False):
         assert torch.equal(auto.train(training)(x), plain.train(training)(x))
+
+
+@pytest.mark.parametrize(
+    ("properties", "expected"),
+    [
+        ({"shared_memory_per_block_optin": 232448, "shared_memory_per_block": 49152}, (232448, 3)),
+        ({"shared_memory_per_block_optin": 0, "shared_memory_per_block": 65536}, (65536, 2)),
+        ({}, (65536, 2)),
+    ],
+)
+def test_tiles_on_their_way_are_as_many_as_shared_memory_holds(properties, expected, monkeypatch):
+    tiles = pytest.importorskip("recnets.ops.triton.tiles")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**properties))
+    tiles.shared_memory.cache_clear()
+    device = torch.device("cuda", 0)
+    assert (tiles.shared_memory(device), tiles.stages(3, 64, 32, 128, device, 4)) == expected
+    assert tiles.stages(2, 64, 32, 16, device, 2) == 2
+    assert tiles.stages(3, 256, 256, 128, device, 4) == 1
+    assert tiles.stages(3, 256, 256, 128, torch.device("cpu"), 4) == 3
+    tiles.shared_memory.cache_clear()

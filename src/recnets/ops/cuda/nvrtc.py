@@ -51,8 +51,9 @@ def _nvrtc() -> ctypes.CDLL:
             library = ctypes.CDLL(place)
         except OSError:
             continue
-        for part in Path(place).parent.glob("libnvrtc-builtins.so.*"):  # which it would look for on the loader's path
-            ctypes.CDLL(str(part))
+        if Path(place).is_absolute():  # it would look for its other half on the loader's path
+            for part in Path(place).parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(part))
         return library
     raise OSError(f"{name} was not found; it belongs to PyTorch's CUDA packages (pip install nvidia-cuda-nvrtc)")
 

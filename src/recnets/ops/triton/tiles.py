@@ -48,7 +48,8 @@ def multiprocessors(device: torch.device) -> int:
 def shared_memory(device: torch.device) -> int:
     """Bytes that a program may take: 227 KiB of an H200, 99 of many smaller GPUs, 64 of AMD's."""
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+    names = ("shared_memory_per_block_optin", "shared_memory_per_block")  # not every build of PyTorch has both
+    return next((size for name in names if (size := getattr(properties, name, 0))), 64 * 1024)
 
 
 def stages(most: int, rows: int, columns: int, inner: int, device: torch.device, itemsize: int) -> int:
