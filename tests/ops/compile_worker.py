@@ -21,7 +21,7 @@ MULTIPROCESSORS = 132
 # N, H, W, s_in, s_out, d, kernel_x, kernel_h
 SHAPES = [
     (64, 32, 32, 8, 32, 3, 3, 3),
-    (64, 8, 8, 32, 128, 3, 3, 3),
+    (64, 8, 8, 32, 256, 3, 3, 3),
     (5, 9, 13, 12, 48, 2, 1, 3),
     (64, 16, 16, 4, 8, 2, 3, 1),
 ]
@@ -93,10 +93,12 @@ def main(backend: str, arch: str, shared_memory: str) -> None:
     device = torch.device("cuda", 0)
     for module in (tiles, batch_norm):
         module.multiprocessors = lambda _: MULTIPROCESSORS
+    hopper = backend == "cuda" and int(arch) >= 90
     tiles.shared_memory = lambda _: int(shared_memory)
+    tiles.reads_shared_memory = lambda _: hopper
     op.step_tiles = lambda kind, pixels, s_out, _, size: tiles.step_tiles(kind, pixels, s_out, device, size)
     op.stages = lambda most, rows, columns, inner, _, size: tiles.stages(most, rows, columns, inner, device, size)
-    launch_everything(backend == "cuda" and int(arch) >= 90)
+    launch_everything(hopper)
     every = {
         value.fn.__name__ for module in (forward, backward, batch_norm, stem) for value in vars(module).values()
         if isinstance(value, JITFunction) and value.fn.__name__.endswith("_kernel")

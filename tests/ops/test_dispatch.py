@@ -54,20 +54,23 @@ def test_auto_runs_anywhere_and_agrees_with_torch():
 
 
 @pytest.mark.parametrize(
-    ("properties", "expected"),
+    ("properties", "capability", "expected"),
     [
-        ({"shared_memory_per_block_optin": 232448, "shared_memory_per_block": 49152}, (232448, 3)),
-        ({"shared_memory_per_block_optin": 0, "shared_memory_per_block": 65536}, (65536, 2)),
-        ({}, (65536, 2)),
+        ({"shared_memory_per_block_optin": 232448, "shared_memory_per_block": 49152}, (9, 0), (232448, 3)),
+        ({"shared_memory_per_block_optin": 101376, "shared_memory_per_block": 49152}, (8, 9), (101376, 3)),
+        ({"shared_memory_per_block_optin": 101376, "shared_memory_per_block": 49152}, (12, 0), (101376, 2)),
+        ({"shared_memory_per_block_optin": 0, "shared_memory_per_block": 65536}, (7, 5), (65536, 2)),
+        ({}, (7, 5), (65536, 2)),
     ],
 )
-def test_tiles_on_their_way_are_as_many_as_shared_memory_holds(properties, expected, monkeypatch):
+def test_tiles_on_their_way_are_as_many_as_shared_memory_holds(properties, capability, expected, monkeypatch):
     tiles = pytest.importorskip("recnets.ops.triton.tiles")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**properties))
-    tiles.shared_memory.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    for function in (tiles.shared_memory, tiles.reads_shared_memory):
+        monkeypatch.setattr(tiles, function.__name__, function.__wrapped__)  # no answer is remembered
     device = torch.device("cuda", 0)
     assert (tiles.shared_memory(device), tiles.stages(3, 64, 32, 128, device, 4)) == expected
     assert tiles.stages(2, 64, 32, 16, device, 2) == 2
     assert tiles.stages(3, 256, 256, 128, device, 4) == 1
     assert tiles.stages(3, 256, 256, 128, torch.device("cpu"), 4) == 3
-    tiles.shared_memory.cache_clear()

@@ -23,6 +23,7 @@ SMALL = [
     (3, 5, 4, 12, 48, 3, 3, 1),
     (2, 6, 5, 5, 20, 1, 1, 3),  # one step: W_h is idle
     (1, 3, 9, 16, 24, 2, 1, 1),
+    (1, 4, 3, 32, 256, 2, 3, 3),  # the widest
 ]
 LARGE = [
     (2, 32, 32, 8, 32, 10, 3, 3),
@@ -308,8 +309,8 @@ def test_an_explicit_request_that_cannot_be_met_raises():
     layer = CRC(4, 16, 2, backend="triton").to(DEVICE)
     with pytest.raises(ValueError, match="float64"):
         layer.double()(torch.randn(1, 8, 4, 4, device=DEVICE, dtype=torch.float64))
-    with pytest.raises(ValueError, match="up to 128 channels"):
-        CRC(4, 129, 2, backend="triton")
+    with pytest.raises(ValueError, match="up to 256 channels"):
+        CRC(4, 257, 2, backend="triton")
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ if AVAILABLE:
     from recnets.ops.triton import op as fused
     from recnets.ops.triton import stem as fused_stem
 
-LARGEST_S_OUT = 128
+LARGEST_S_OUT = 256
 _log = logging.getLogger("recnets")
 _said: set[str] = set()
 

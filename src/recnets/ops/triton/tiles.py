@@ -52,14 +52,21 @@ def shared_memory(device: torch.device) -> int:
     return next((size for name in names if (size := getattr(properties, name, 0))), 64 * 1024)
 
 
+@cache
+def reads_shared_memory(device: torch.device) -> bool:
+    """Do tensor cores read what they multiply from shared memory? From compute capability 9 on."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def stages(most: int, rows: int, columns: int, inner: int, device: torch.device, itemsize: int) -> int:
     """How many products (rows, inner) x (inner, columns) may be under way: `most`, or as many as fit.
 
-    All but one of them wait in shared memory.
+    They wait in shared memory, all but the one that is in registers where tensor cores read it from there.
     """
     if device.type != "cuda":
         return most
-    return max(1, min(most, 1 + shared_memory(device) // ((rows + columns) * inner * itemsize)))
+    waiting = shared_memory(device) // ((rows + columns) * inner * itemsize)
+    return max(1, min(most, waiting + (0 if reads_shared_memory(device) else 1)))
 
 
 def power(channels: int) -> int:
