@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -162,4 +164,7 @@ def test_command_writes_or_says_what_was_lost(digits, tmp_path, capsys, monkeypa
     assert main([*command, "--max-loss", "100"]) in (0, None)
     printed = " ".join(capsys.readouterr().out.split())
     assert "360 pictures" in printed
-    assert out.exists()
+    onnx = pytest.importorskip("onnx")
+    about = json.loads(onnx.load(out).metadata_props[0].value)
+    assert f"-> {about['accuracy']:.2f} %" in printed  # its own, not that of the weights
+    assert about["image_size"] == [8, 8]

@@ -189,12 +189,14 @@ def export_int8(
     # Evenly over the training set, whose order may be by class.
     stride = max(1, len(data.train.images) // calibration_images)
     pictures = normalise(data.train.images[::stride][:calibration_images], metadata)
-    content = to_int8(model, pictures, data.image_size, _about(metadata, data.image_size))
+    about = _about(metadata, data.image_size)
+    content = to_int8(model, pictures, data.image_size, about)
     comparison = compare(model, onnx.Session(content), data.test, metadata, len(data.test.images))
     assert comparison.accuracy_before is not None
     assert comparison.accuracy_after is not None
     if comparison.accuracy_before - comparison.accuracy_after > max_loss:
         raise RecNetsError(f"8 bits lose more than {max_loss} points of accuracy, nothing is written. {comparison}")
+    content = onnx.with_about(content, {**about, "accuracy": comparison.accuracy_after})
     atomic_write(out, content)
     agreement = 1 - comparison.changed / comparison.images
     sizes, macs = (len(content), bytes_of(model)), (multiply_adds(content), count_macs(model, data.image_size))

@@ -11,7 +11,6 @@ and columns it needs, those of the channels that are not zero anyway; a runtime 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recnets.deploy.live import whole
-from recnets.deploy.onnx import INPUT, OUTPUT
+from recnets.deploy.onnx import INPUT, OUTPUT, tell
 from recnets.deploy.unrolled import Unrolled, UnrolledRecurrent
 from recnets.models import RecNet
 from recnets.utils import require
@@ -255,6 +254,6 @@ def _assemble(writer: _Writer, model: RecNet, image_size: tuple[int, int], about
         [writer.onnx.numpy_helper.from_array(value, name) for name, value in writer.constants.items()],
     )
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
-    helper.set_model_props(proto, {"recnets": json.dumps(about)})
+    tell(proto, about)
     writer.onnx.checker.check_model(proto)
     return proto.SerializeToString()

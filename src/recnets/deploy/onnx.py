@@ -69,9 +69,21 @@ def to_onnx(module: nn.Module, in_channels: int, image_size: tuple[int, int], ab
         node.ClearField("doc_string")
     for field in ("value_info", "metadata_props", "doc_string"):
         proto.graph.ClearField(field)
+    tell(proto, about)
+    return proto.SerializeToString()
+
+
+def tell(proto: Any, about: Mapping[str, Any]) -> None:
+    """Store `about` with a graph, as JSON and in place of what was there."""
     proto.ClearField("metadata_props")
     entry = proto.metadata_props.add()
     entry.key, entry.value = "recnets", json.dumps(about)
+
+
+def with_about(content: bytes, about: Mapping[str, Any]) -> bytes:
+    """An ONNX file that tells something else of itself."""
+    proto = require("onnx", "export").load_from_string(content)
+    tell(proto, about)
     return proto.SerializeToString()
 
 
