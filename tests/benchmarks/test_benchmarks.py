@@ -99,7 +99,6 @@ def test_timing_needs_a_gpu():
     assert done.stderr.strip() == "this benchmark needs a CUDA device"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.slow
 def test_tests_are_shared_out_among_processes_and_their_log_is_kept(tmp_path):
     (tmp_path / "test_three.py").write_text(
@@ -126,6 +125,7 @@ def test_outcomes_are_read_from_what_pytest_prints(script):
     assert outcomes("no tests ran in 0.02s") == outcomes("Fatal Python error: Segmentation fault") == {}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_plans_are_timed_on_a_gpu_and_counted_anywhere():
     done = run("plans.py")
     assert done.returncode == 2
