@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -51,7 +52,9 @@ def variants_of(nonlinearity: str) -> list[str]:
 
 
 def rms(error: Tensor, reference: Tensor) -> float:
-    return float((error.double() - reference).square().mean().sqrt() / reference.square().mean().sqrt())
+    """RMS(error)/RMS(reference); infinite for NaN, which `max` would pass over."""
+    found = float((error.double() - reference).square().mean().sqrt() / reference.square().mean().sqrt())
+    return math.inf if math.isnan(found) else found
 
 
 def check_crc(shape: tuple[int, ...], dtype: torch.dtype, nonlinearity: str) -> float:

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -170,8 +171,9 @@ def test_the_chosen_plans_are_back_after_timing(script):
 def test_plans_that_spill_or_fail_are_rows_without_a_time(script, monkeypatch):
     plans = script("plans")
     layer = plan.Layer(64, 32, 32, 10, 8, 32, 3, 3)
-    chosen, slow, spilling, wrong, *_ = plans.step_plans("forward", layer, 132)
+    chosen, slow, spilling, wrong, broken, *_ = plans.step_plans("forward", layer, 132)
     answers = {chosen: (200, 8, 1.0), slow: (128, 0, 1.0), spilling: (255, 65, 1.0), wrong: (128, 0, 2.0)}
+    answers[broken] = (128, 0, math.nan)
     timed = []
 
     def kernel(name, dtype, index, defines, shared):
@@ -186,13 +188,13 @@ def test_plans_that_spill_or_fail_are_rows_without_a_time(script, monkeypatch):
     monkeypatch.setattr(plans, "compile_all", lambda *_: None)
     monkeypatch.setattr(plans, "graphed", lambda run: run)
     monkeypatch.setattr(plans, "seconds", seconds)
-    result = lambda: (torch.full((4,), answers[plan.overrides["forward", layer]][2]),)  # noqa: E731
+    result = lambda: (torch.ones(4), torch.full((4,), answers[plan.overrides["forward", layer]][2]))  # noqa: E731
     monkeypatch.setattr(plans, "passes", lambda _: {"forward": result})
     rows = plans.measure("forward", layer, list(answers))
     assert timed == [(chosen, 1), (chosen, 5), (slow, 1)]  # a short look is enough where a plan is far from the best
-    assert [row["us"] != "" for row in rows] == [True, True, False, False]
-    assert [row["spilled"] for row in rows] == [8, 0, 65, 0]
-    assert [bool(row["error"]) for row in rows] == [False, False, False, True]
+    assert [row["us"] != "" for row in rows] == [True, True, False, False, False]
+    assert [row["spilled"] for row in rows] == [8, 0, 65, 0, 0]
+    assert [bool(row["error"]) for row in rows] == [False, False, False, True, True]
     assert not plan.overrides
 
 
