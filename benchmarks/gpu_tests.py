@@ -5,6 +5,7 @@
 
 Nearly all of their time is compiling, on one core a process. Needs pytest and no plugin of it. The log,
 benchmarks/results/tests-….txt, has what every process printed; the exit status is 1 where a test failed, or none ran.
+Ctrl-C or the end of a time limit (SIGTERM) stops all processes, and the log has what they printed until then.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,6 +66,19 @@ def outcomes(text: str) -> Counter[str]:
     return Counter({word.removesuffix("s") if word == "errors" else word: int(number) for number, word in found})
 
 
+def stop(processes: Sequence[subprocess.Popen[bytes]], patience: float = 5) -> None:
+    """Ask all for the failures so far; one whose kernel does not end is not waited for."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+    end = time.monotonic() + patience
+    for process in processes:
+        try:
+            process.wait(max(0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
 def run(paths: Sequence[str], jobs: int) -> Iterator[tuple[str, int, Counter[str]]]:
     """(what it printed, exit status, outcomes) of every process, all of them under way at once."""
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +86,11 @@ def run(paths: Sequence[str], jobs: int) -> Iterator[tuple[str, int, Counter[str
         processes = [start(paths, number, jobs, log) for number, log in enumerate(logs)]
         try:
             for process, log in zip(processes, logs, strict=True):
-                status = process.wait()
+                try:
+                    status = process.wait()
+                except KeyboardInterrupt:
+                    stop(processes)
+                    status = process.wait()
                 log.seek(0)
                 text = log.read().replace(f"{ROOT}{os.sep}", "")  # folders of this machine mean nothing elsewhere
                 yield text, status, outcomes(text)
@@ -95,6 +114,7 @@ def main() -> int:
     if device == "cpu" and not args.anywhere:
         print("these tests are for a CUDA device; --anywhere runs them without one", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     began, total, bad = time.time(), Counter[str](), 0
     log = [origin(f"{args.jobs} processes, each with one of every {args.jobs} tests")]
     for number, (text, status, found) in enumerate(run(args.paths, args.jobs)):

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,6 +118,28 @@ def test_tests_are_shared_out_among_processes_and_their_log_is_kept(tmp_path):
     ] * 4
     assert "assert 2 < 2" in text
     assert str(FOLDER) not in text
+
+
+@pytest.mark.slow
+def test_tests_that_are_stopped_leave_their_log_and_no_process(tmp_path):
+    (tmp_path / "test_two.py").write_text(
+        "import os, pathlib, time\ndef test_fails():\n    assert 1 < 0\n"
+        "def test_hangs():\n    pathlib.Path(__file__).with_name('started').write_text(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+    )
+    command = [sys.executable, str(FOLDER / "gpu_tests.py"), "--anywhere", "--jobs", "1", "--out", str(tmp_path)]
+    started = tmp_path / "started"
+    process = subprocess.Popen([*command, str(tmp_path / "test_two.py")], stdout=subprocess.PIPE, text=True)
+    while process.poll() is None and not (started.exists() and started.read_text()):
+        time.sleep(0.1)
+    process.terminate()
+    printed = process.communicate()[0]
+    assert process.returncode == 1
+    assert "1 failed in" in printed
+    (log,) = tmp_path.glob("tests-*.txt")
+    assert "assert 1 < 0" in log.read_text()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
 
 
 def test_outcomes_are_read_from_what_pytest_prints(script):
