@@ -107,6 +107,13 @@ class FakeNvrtc:
         return 0
 
 
+def test_what_spills_is_told_as_the_driver_does(monkeypatch):
+    """The bytes a thread keeps in memory: what benchmarks/plans.py takes for a few, the tests do too."""
+    log = "40 bytes stack frame, 36 bytes spill stores, 72 bytes spill loads\nUsed 168 registers, 1 barrier"
+    monkeypatch.setattr(nvrtc, "_compile", lambda *_: (b"", log))
+    assert nvrtc.resources(("half.cuh",), ()) == (168, 40)
+
+
 def test_binaries_are_kept_between_processes(tmp_path, monkeypatch):
     compiled: list[str] = []
     monkeypatch.setenv("RECNETS_CACHE", str(tmp_path))

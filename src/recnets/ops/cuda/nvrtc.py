@@ -95,7 +95,7 @@ def _compile(source: str, arch: str, options: Sequence[str]) -> tuple[bytes, str
 
 
 class Resources(NamedTuple):
-    """What a kernel takes of a multiprocessor: registers a thread, and bytes of them that spill to memory."""
+    """What a kernel takes of a multiprocessor, a thread: registers, and bytes of memory for what spills of them."""
 
     registers: int
     spilled: int
@@ -105,11 +105,11 @@ def resources(files: tuple[str, ...], defines: tuple[tuple[str, int], ...], arch
     """Of the kernel in these files with these constants. Needs NVRTC, but no GPU."""
     options = ["--ptxas-options=-v", *_defined(defines)]
     log = _compile(_text(files), arch, options)[1]
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    spilled = re.search(r"(\d+) bytes stack frame", log)  # as LOCAL_BYTES
     registers = re.search(r"Used (\d+) registers", log)
     if spilled is None or registers is None:
         raise RuntimeError(f"NVRTC does not say what a kernel takes:\n{log}")
-    return Resources(int(registers[1]), int(spilled[1]) + int(spilled[2]))
+    return Resources(int(registers[1]), int(spilled[1]))
 
 
 class _Attribute(ctypes.Structure):
@@ -148,7 +148,7 @@ class Kernel:
 
     @property
     def resources(self) -> Resources:
-        """What the kernel takes; `spilled` is a thread's part of memory, for whatever use."""
+        """What the kernel takes."""
         found = ctypes.c_int()
         taken = []
         for attribute in (REGISTERS, LOCAL_BYTES):
