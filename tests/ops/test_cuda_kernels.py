@@ -6,7 +6,7 @@ import torch
 from recnets import create_model, list_models
 from recnets.layers import Recurrent
 from recnets.ops import naive
-from recnets.ops.cuda import crc, nvrtc, plan
+from recnets.ops.cuda import crc, nvrtc, plan, tuned
 from recnets.ops.cuda.plan import Layer
 
 MULTIPROCESSORS = 132
@@ -61,13 +61,14 @@ def test_every_named_model_has_plans_that_fit(name, n):
         assert plan.input_grad(layer, MULTIPROCESSORS) is not None
 
 
-def test_the_main_model_keeps_one_tile_a_block_and_takes_dx_along():
+def test_the_main_model_keeps_one_tile_a_block_and_takes_dx_along(monkeypatch):
+    monkeypatch.setattr(tuned, "choice", lambda *_: None)  # what is worked out, whatever was measured since
     for layer in layers("recnet_60_1280", 64):
-        backward = plan.step("backward", layer, MULTIPROCESSORS)
+        backward = plan.step.__wrapped__("backward", layer, MULTIPROCESSORS)
         assert backward is not None
         assert backward.single
         assert backward.dx_tiles > 0
-        assert plan.weight_grad(layer, layer.so, 3, True) is not None
+        assert plan.weight_grad.__wrapped__(layer, layer.so, 3, True) is not None
 
 
 def test_shapes_take_every_way_through_the_kernels():
