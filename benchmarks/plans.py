@@ -64,9 +64,10 @@ def layers_of(model: str, batch: int, side: int = 32) -> dict[Layer, int]:
 
 
 def step_plans(name: str, layer: Layer, multiprocessors: int) -> list[Plan]:
-    """Plans of "forward" or "backward", the chosen one first."""
+    """Plans of "forward" or "backward", the chosen one first; none where the CUDA kernels do not take the layer."""
     chosen = plan.step(name, layer, multiprocessors)
-    assert chosen is not None
+    if chosen is None:
+        return []
     found = {chosen: None}
     blocks = [nb for nb in (layer.so, layer.so // 2, layer.so // 4) if nb >= 16 and nb % 16 == 0 and nb <= 64]
     for tile, nb, most, largest in itertools.product(plan.tiles(layer), blocks, (4, 8, 16), (16, 8, 4)):
@@ -89,7 +90,7 @@ def grad_plans(layer: Layer) -> list[GradPlan]:
     if chosen is None:
         return []
     found = {chosen: None}
-    for tile, groups, stages in itertools.product(plan.tiles(layer), (2, 4, 5, 8), (2, 3)):
+    for tile, groups, stages in itertools.product(plan.tiles(layer), (2, 3, 4), (2, 3)):  # more groups spill
         if 32 * layer.kh * groups > MOST_THREADS or not 64 <= tile.pixels(layer) <= 512:
             continue
         cut = (layer, layer.kh, tile, chosen.ci, chosen.co, chosen.x, groups, stages, chosen.blocks)
@@ -203,11 +204,7 @@ def fastest(name: str, layer: Layer, plans: list[Any], rows: list[Row], multipro
         return None
     us, index = min(times)
     best, key = plans[index], tuned.key_of(name, layer, 0 if name == "weight_grad" else multiprocessors)
-    fields = (
-        ("groups", "stages", "staggered")
-        if name == "weight_grad"
-        else ("nb", "wm", "wn", "mt", "nt", "resident", "prefetch", "stacked")
-    )
+    fields = tuned.fields_of(name)[2:]  # the first two are the tile's
     choice = {"images": best.tile.images, "rows": best.tile.rows, **{f: getattr(best, f) for f in fields}}
     return {**key, **choice, "us": us, "before": rows[0]["us"], "measured": context("cuda"), "commit": git_commit()}
 

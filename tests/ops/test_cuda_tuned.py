@@ -1,5 +1,7 @@
 """Plans that were measured take the place of those that are worked out."""
 
+import json
+
 import pytest
 
 from recnets.errors import RecNetsError
@@ -83,7 +85,10 @@ def test_a_newer_plan_takes_the_place_of_an_older_one_and_the_others_stay(kept):
     assert len(tuned.FILE.read_text().splitlines()) == 4
 
 
-@pytest.mark.parametrize("text", ["[{]", '[{"kernel": "forward"}]', "7"])
+LACKING = json.dumps([{key: value for key, value in entry("forward", STEP).items() if key != "stacked"}])
+
+
+@pytest.mark.parametrize("text", ["[{]", '[{"kernel": "forward"}]', "7", LACKING])
 def test_a_damaged_file_says_what_to_do(kept, text):
     tuned.FILE.write_text(text)
     with pytest.raises(RecNetsError, match=r"tuned\.json holds no plans .*; remove it"):

@@ -13,7 +13,14 @@ from recnets.utils import atomic_write
 
 FILE = Path(__file__).with_name("tuned.json")
 KEY = ("kernel", "n", "h", "w", "si", "so", "kx", "kh", "multiprocessors")
+STEP = ("images", "rows", "nb", "wm", "wn", "mt", "nt", "resident", "prefetch", "stacked")
+GRAD = ("images", "rows", "groups", "stages", "staggered")
 Choice = Mapping[str, Any]
+
+
+def fields_of(kernel: str) -> tuple[str, ...]:
+    """What is chosen for a kernel."""
+    return GRAD if kernel == "weight_grad" else STEP
 
 
 def key_of(kernel: str, layer: Any, multiprocessors: int) -> dict[str, Any]:
@@ -26,7 +33,10 @@ def _read(file: Path) -> dict[tuple[Any, ...], Choice]:
     if not file.exists():
         return {}
     try:
-        return {tuple(entry[name] for name in KEY): entry for entry in json.loads(file.read_text(encoding="utf-8"))}
+        entries = json.loads(file.read_text(encoding="utf-8"))
+        for entry in entries:
+            _ = [entry[name] for name in fields_of(entry["kernel"])]
+        return {tuple(entry[name] for name in KEY): entry for entry in entries}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecNetsError(f"{file} holds no plans ({error!r}); remove it, or write it anew with --keep") from error
 
