@@ -35,7 +35,9 @@ def _read(file: Path) -> dict[tuple[Any, ...], Choice]:
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
         for entry in entries:
-            _ = [entry[name] for name in fields_of(entry["kernel"])]
+            lacking = set(fields_of(entry["kernel"])) - entry.keys()
+            if lacking:
+                raise KeyError(*sorted(lacking))
         return {tuple(entry[name] for name in KEY): entry for entry in entries}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecNetsError(f"{file} holds no plans ({error!r}); remove it, or write it anew with --keep") from error
