@@ -52,6 +52,33 @@ def test_affine_form(affine, assert_near):
     assert_near(z * scale[:, None, None] + shift[:, None, None], module(z), "output", 1e-12)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)], ids=str)
+def test_compiled_frozen_norms_have_gradients_in_the_order_of_their_input(dtype, bound, assert_near):
+    """Those of F.batch_norm have not on CUDA, and a compiler that is told otherwise fails at run time."""
+    torch._dynamo.reset()
+    module, graphs = batch_norm(3).eval().to(dtype), []
+
+    def backend(graph, _):
+        graphs.append(str(graph.graph))
+        return graph
+
+    apply = torch.compile(lambda z: norm_of(module).apply(z), backend=backend, fullgraph=True)
+    z = torch.randn(2, 3, 4, 5, dtype=dtype).to(memory_format=torch.channels_last)
+    ours, theirs = z.clone().requires_grad_(), z.clone().requires_grad_()
+    grad = torch.randn_like(z)
+    out, expected = apply(ours), module(theirs)
+    assert out.dtype == dtype
+    assert_near(out, expected, "output", bound)
+    out.backward(grad)
+    expected.backward(grad)
+    assert_near(ours.grad, theirs.grad, "gradient", bound)
+    assert ours.grad.stride() == z.stride()
+    assert "batch_norm" not in graphs[0]
+    with torch.no_grad():
+        apply(z)
+    assert "batch_norm" in graphs[1]
+
+
 def test_without_running_statistics_evaluation_uses_the_batch(assert_near):
     module = batch_norm(3, track_running_stats=False).eval()
     z = torch.randn(2, 3, 4, 5, dtype=torch.float64)

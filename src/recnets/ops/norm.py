@@ -46,6 +46,10 @@ class Norm(NamedTuple):
         """(N, C, H, W) -> the same shape, normalised; running statistics move in place in training."""
         if self.batch_statistics and self.group is not None:
             return _sync_batch_norm(z, self)
+        if not self.batch_statistics and torch.compiler.is_compiling() and torch.is_grad_enabled():
+            # On CUDA the gradient of a frozen F.batch_norm comes in NCHW order, whatever z's; compilers expect z's.
+            scale, shift = (self.in_float32() if z.dtype.itemsize == 2 else self).affine()
+            return (z * scale[:, None, None] + shift[:, None, None]).to(z.dtype)
         return F.batch_norm(
             z, self.mean, self.var, self.weight, self.bias, self.batch_statistics, self.momentum, self.eps
         )
