@@ -224,12 +224,21 @@ def test_nan_stops_and_keeps_the_good_checkpoint(
         assert torch.isfinite(tensor.float()).all(), name
 
 
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (float("inf"), r"weights are not finite numbers \(stem.conv.weight: inf\)"),
+        (-2e16, r"exceed 1e\+15 \(stem.conv.weight: 2e\+16\)"),
+    ],
+)
 def test_weights_that_broke_after_a_finite_loss_are_never_saved(
     tmp_path: Path,
     stripes_data: DataSet,
     make_recipe: Make,
     options: RunOptions,
     monkeypatch: pytest.MonkeyPatch,
+    value: float,
+    what: str,
 ) -> None:
     original, seen = TrainStep.__call__, [0]
 
@@ -238,11 +247,11 @@ def test_weights_that_broke_after_a_finite_loss_are_never_saved(
         seen[0] += 1
         if seen[0] == 4:
             with torch.no_grad():
-                next(self.model.parameters())[0] = float("inf")
+                next(self.model.parameters())[0] = value
 
     monkeypatch.setattr(TrainStep, "__call__", call)
     often = dataclasses.replace(options, checkpoint_steps=2)
-    with pytest.raises(Diverged, match=r"weights are not finite numbers at step 3 .*after 2 steps"):
+    with pytest.raises(Diverged, match=rf"{what} at step 3 .*after 2 steps"):
         train(make_recipe(), out=tmp_path / "run", data=stripes_data, options=often)
     assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["position"]["step"] == 2
 

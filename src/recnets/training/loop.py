@@ -21,7 +21,7 @@ from recnets.training.progress import Display
 from recnets.training.run_folder import RunFolder
 from recnets.training.schedule import learning_rate
 from recnets.training.session import Session
-from recnets.training.step import momentum_buffers
+from recnets.training.step import named_momentum
 from recnets.training.stopwatch import Stopwatch, normalise_seconds
 
 Outcome = Literal["finished", "epochs", "time", "interrupted"]
@@ -309,17 +309,23 @@ class Loop:
     def _check_weights(self) -> None:
         """Raise, in every process, where weights or momentum are beyond use in one of them."""
         session, step = self.session, self.session.step
-        tensors = [*session.model.state_dict().values(), *momentum_buffers(step.optimizer)]
-        largest = _largest([*tensors, *(step.average.tensors() if step.average is not None else [])])
+        average = step.average.tensors() if step.average is not None else []
+        named = {
+            **session.model.state_dict(),
+            **{f"the momentum of {name}": tensor for name, tensor in named_momentum(session.model, step.optimizer)},
+            **{f"tensor {number} of the average": tensor for number, tensor in enumerate(average)},
+        }
+        largest, name = _largest(named)
         bad = 0 if largest < LARGEST else 1 if math.isfinite(largest) else 2  # a comparison with nan is false
-        bad = session.processes.largest([bad], session.device)[0]
-        if bad:
+        worst = session.processes.largest([bad], session.device)[0]
+        if worst:
             what = (
                 "the weights are not finite numbers"
-                if bad == 2
+                if worst == 2
                 else f"weights, statistics or momentum exceed {LARGEST:g}"
             )
-            raise self._diverged(what, max(self.position.step - 1, 0))
+            here = f" ({name}: {largest:.3g})" if bad else ""
+            raise self._diverged(what + here, max(self.position.step - 1, 0))
 
     def _save(self, extra_train_seconds: float = 0.0, extra_images: int = 0) -> None:
         """Write the checkpoint, never over a good one with weights that are not finite."""
@@ -337,8 +343,9 @@ class Loop:
         self._saved_at, self._saved = time.monotonic(), (position.epoch, position.step)
 
 
-def _largest(tensors: list[Tensor]) -> float:
-    """The largest magnitude; nan where there is one."""
-    floating = [t for t in tensors if t.is_floating_point() and t.numel() > 0]
-    norms = torch._foreach_norm(floating, ord=math.inf)
-    return float(torch.stack([n.float() for n in norms]).max())
+def _largest(named: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest magnitude, nan where there is one, and whose it is."""
+    floating = {name: t for name, t in named.items() if t.is_floating_point() and t.numel() > 0}
+    norms = torch._foreach_norm(list(floating.values()), ord=math.inf)
+    largest, index = torch.stack([n.float() for n in norms]).max(0)
+    return float(largest), list(floating)[int(index)]

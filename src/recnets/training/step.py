@@ -256,3 +256,10 @@ def momentum_buffers(optimizer: torch.optim.SGD) -> list[Tensor]:
         if group["momentum"] != 0
         for parameter in group["params"]
     ]
+
+
+def named_momentum(model: nn.Module, optimizer: torch.optim.SGD) -> list[tuple[str, Tensor]]:
+    """The same with the parameters' names."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [p for group in optimizer.param_groups if group["momentum"] != 0 for p in group["params"]]
+    return [(names[p], buffer) for p, buffer in zip(parameters, momentum_buffers(optimizer), strict=True)]
