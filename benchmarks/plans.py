@@ -8,8 +8,11 @@
 A plan is how a layer is cut: tiles, channels a block, warps, blocks a multiprocessor (recnets.ops.cuda.plan). Times are
 of all that the layer's pass launches, under a CUDA graph, bf16. Plans whose kernel spills registers to memory are rows
 without a time. A plan whose result is not that of the chosen plan is a row with an error, and the exit status is 1. The
-CSV goes to benchmarks/results/, written after every layer. With --keep the fastest plan of a layer, if it beats the
-chosen one by more than chance, goes to src/recnets/ops/cuda/tuned.json, which the kernels are planned by.
+CSV goes to benchmarks/results/, written after every layer.
+
+At the end the fastest few and the chosen one are timed again, by turns; with --keep the best of them, if it beats the
+chosen one by more than chance, goes to src/recnets/ops/cuda/tuned.json, which the kernels are planned by. In a share of
+a GPU (CUDA's multi-process service) plans are for its multiprocessors; several processes may keep theirs at once.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,8 @@ KERNELS = ("forward", "backward", "weight_grad")
 BOUND = 1e-2
 A_FEW = 64  # bytes a thread may spill and still be timed
 NEAR = 1.15  # times the best time: what a short look must show of a plan to be timed with care
+FINALISTS = 3  # plans that are timed once more beside the chosen one
+ROUNDS = 7  # of that, by turns
 FASTER = 0.98  # of the chosen plan's time: what a plan must reach to be kept
 EPS = 1e-5
 
@@ -84,9 +90,14 @@ def step_plans(name: str, layer: Layer, multiprocessors: int) -> list[Plan]:
     return list(found)
 
 
+def has_wgmma() -> bool:
+    """Without a GPU as an H200."""
+    return not torch.cuda.is_available() or kernels.has_wgmma(0)
+
+
 def grad_plans(layer: Layer) -> list[GradPlan]:
     """Plans of both weights' gradients in one launch, the chosen one first; none where that is not possible."""
-    chosen = plan.weight_grad(layer, layer.so, layer.kh, True)
+    chosen = plan.weight_grad(layer, layer.so, layer.kh, True, has_wgmma())
     if chosen is None:
         return []
     found = {chosen: None}
@@ -97,6 +108,10 @@ def grad_plans(layer: Layer) -> list[GradPlan]:
         fits = plan.grad_plan_of(*cut)
         if fits is not None:
             found |= {fits: None, fits._replace(staggered=True): None}
+    for tile, stages in itertools.product(plan.tiles(layer) if has_wgmma() else [], (2, 3)):
+        wide = plan.wide_grad_plan_of(layer, tile, stages)
+        if wide is not None and 64 <= tile.pixels(layer) <= 512:
+            found |= {wide: None}
     return list(found)
 
 
@@ -144,6 +159,11 @@ def passes(layer: Layer) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
     return {"forward": forward, "backward": backward, "weight_grad": weight_grad}
 
 
+def kernel_of(name: str, each: Plan | GradPlan) -> str:
+    """The plan's kernel, which is not always called as what it computes."""
+    return each.kernel if isinstance(each, GradPlan) else name
+
+
 def defines_of(layer: Layer, each: Plan | GradPlan) -> dict[str, int]:
     """Constants of a plan's kernel."""
     if isinstance(each, GradPlan):
@@ -154,7 +174,7 @@ def defines_of(layer: Layer, each: Plan | GradPlan) -> dict[str, int]:
 def compile_all(name: str, layer: Layer, plans: list[Any]) -> None:
     """Start compiling every plan's kernel, many at a time."""
     for each in plans:
-        kernels.compile_ahead(name, torch.bfloat16, 0, defines_of(layer, each))
+        kernels.compile_ahead(kernel_of(name, each), torch.bfloat16, 0, defines_of(layer, each))
 
 
 def thoroughly(replay: Callable[[], None], best: float) -> float:
@@ -172,10 +192,11 @@ def measure(name: str, layer: Layer, plans: list[Any]) -> list[Row]:
     first, best = 0.0, math.inf
     for each in plans:
         row: Row = {"kernel": name, **describe(layer, each), "registers": "", "spilled": ""}
-        row |= {"us": "", "of_chosen": "", "error": ""}
+        row |= {"us": "", "of_chosen": "", "us_by_turns": "", "error": ""}
         use(name, layer, each)
         try:
-            taken = kernels.kernel(name, torch.bfloat16, 0, defines_of(layer, each), each.shared).resources
+            constants = defines_of(layer, each)
+            taken = kernels.kernel(kernel_of(name, each), torch.bfloat16, 0, constants, each.shared).resources
             row |= taken._asdict()
             if taken.spilled > A_FEW and each is not plans[0]:
                 continue
@@ -194,19 +215,40 @@ def measure(name: str, layer: Layer, plans: list[Any]) -> list[Row]:
         finally:
             use(name, layer, None)
             rows.append(row)
+    finals = finalists(rows)
+    for index, time in zip(finals, by_turns(name, layer, [plans[i] for i in finals], run), strict=True):
+        rows[index]["us_by_turns"] = round(time * 1e6, 1)
     return rows
+
+
+def finalists(rows: Sequence[Row]) -> list[int]:
+    """The chosen plan and the fastest others, if any was timed beside it."""
+    others = sorted((row["us"], index) for index, row in enumerate(rows) if index and row["us"] != "")
+    return [0, *(index for _, index in others[:FINALISTS])] if others and rows[0]["us"] != "" else []
+
+
+def by_turns(name: str, layer: Layer, plans: Sequence[Any], run: Callable[[], object]) -> list[float]:
+    """Seconds of each plan, by turns: whatever else slows the device down bears on all alike."""
+    replays = []
+    for each in plans:
+        use(name, layer, each)
+        replays.append(graphed(run))
+        use(name, layer, None)
+    rounds = [[seconds(replay, rounds=1, target=0.01) for replay in replays] for _ in range(ROUNDS)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def fastest(name: str, layer: Layer, plans: list[Any], rows: list[Row], multiprocessors: int) -> dict[str, Any] | None:
     """The plan to keep, with its time and the chosen one's; None where the chosen one is as good."""
-    times = [(row["us"], index) for index, row in enumerate(rows) if row["us"] != ""]
-    if not times or rows[0]["us"] == "" or min(times)[0] > FASTER * rows[0]["us"]:
+    times = [(row["us_by_turns"], index) for index, row in enumerate(rows) if row["us_by_turns"] != ""]
+    before = rows[0]["us_by_turns"]
+    if not times or min(times)[0] > FASTER * before:
         return None
     us, index = min(times)
     best, key = plans[index], tuned.key_of(name, layer, 0 if name == "weight_grad" else multiprocessors)
     fields = tuned.fields_of(name)[2:]  # the first two are the tile's
     choice = {"images": best.tile.images, "rows": best.tile.rows, **{f: getattr(best, f) for f in fields}}
-    return {**key, **choice, "us": us, "before": rows[0]["us"], "measured": context("cuda"), "commit": git_commit()}
+    return {**key, **choice, "us": us, "before": before, "measured": context("cuda"), "commit": git_commit()}
 
 
 def describe(layer: Layer, each: Plan | GradPlan) -> Row:
@@ -214,6 +256,8 @@ def describe(layer: Layer, each: Plan | GradPlan) -> Row:
     row: Row = {"layer": f"{layer.n}x{layer.h}x{layer.w} s_in {layer.si} s_out {layer.so} d {layer.d}"}
     row["tile"] = f"{each.tile.images}x{each.tile.rows}"
     if isinstance(each, GradPlan):
+        if each.wide:
+            return {**row, "plan": f"wide, {each.ci}+{each.x}x{each.co} channels, {each.stages} stages"}
         how = ", staggered" if each.staggered else ""
         return {**row, "plan": f"{each.ci}x{each.co} channels, {each.groups} groups, {each.stages} stages{how}"}
     ways = [
@@ -230,7 +274,8 @@ def show(rows: list[Row], top: int = 5) -> None:
     timed = [row for row in rows if row["us"] != ""]
     print(f"{rows[0]['kernel']}, {rows[0]['layer']}: {len(rows)} plans, {len(timed)} timed")
     for row in [*rows[:1], *sorted(timed, key=lambda row: row["us"])[:top]]:
-        print(f"  {row['us'] or row['error']:>9} µs  {row['tile']:>5}  {row['plan']}", flush=True)
+        times = f"{row['us'] or row['error']:>9} µs  {row['us_by_turns']:>9} µs by turns"
+        print(f"  {times}  {row['tile']:>5}  {row['plan']}", flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -261,15 +306,16 @@ def main() -> int:
             own = measure(name, layer, plans)
             show(own)
             rows += own
-            path = args.out / (file_name("plans", args.model, str(args.batch), context("cuda")) + ".csv")
+            words = (args.model, str(args.batch), f"{count}-multiprocessors", context("cuda"))
+            path = args.out / (file_name("plans", *words) + ".csv")
             write_csv(path, rows)
             best = fastest(name, layer, plans, own, count) if args.keep else None
             if best is not None:
                 tuned.keep([best])
                 plan.step.cache_clear()
                 plan.weight_grad.cache_clear()
-            timed = [row["us"] for row in own if row["us"] != ""]
-            saved["chosen"] += times * (own[0]["us"] or 0.0)
+            timed = [row["us_by_turns"] for row in own if row["us_by_turns"] != ""]
+            saved["chosen"] += times * (own[0]["us_by_turns"] or 0.0)
             saved["best"] += times * min(timed, default=0.0)
     if rows:
         print(f"all layers: chosen {saved['chosen']:.0f} µs, best {saved['best']:.0f} µs; {path}")

@@ -169,7 +169,9 @@ def test_plans_to_time_fit_the_device_and_start_with_the_chosen_one(script, name
         found = plans.plans_of(name, layer, 132)
         assert len(set(found)) == len(found) > 5
         if name == "weight_grad":
-            assert found[0] == plan.weight_grad(layer, layer.so, layer.kh, True)
+            assert found[0] == plan.weight_grad(layer, layer.so, layer.kh, True, plans.has_wgmma())
+            assert any(each.wide for each in found) == (layer.so % 64 == 0)
+            assert len({tuple(plans.describe(layer, each).values()) for each in found}) == len(found)
             continue
         assert found[0] == plan.step(name, layer, 132)
         for each in found:
@@ -211,6 +213,8 @@ def test_plans_that_spill_or_fail_are_rows_without_a_time(script, monkeypatch):
     monkeypatch.setattr(plans, "compile_all", lambda *_: None)
     monkeypatch.setattr(plans, "graphed", lambda run: run)
     monkeypatch.setattr(plans, "seconds", seconds)
+    compared = []
+    monkeypatch.setattr(plans, "by_turns", lambda _, __, those, ___: compared.append(those) or [3e-6, 1e-6])
     result = lambda: (torch.ones(4), torch.full((4,), answers[plan.overrides["forward", layer]][2]))  # noqa: E731
     monkeypatch.setattr(plans, "passes", lambda _: {"forward": result})
     rows = plans.measure("forward", layer, list(answers))
@@ -218,6 +222,34 @@ def test_plans_that_spill_or_fail_are_rows_without_a_time(script, monkeypatch):
     assert [row["us"] != "" for row in rows] == [True, True, False, False, False]
     assert [row["spilled"] for row in rows] == [8, 0, 65, 0, 0]
     assert [bool(row["error"]) for row in rows] == [False, False, False, True, True]
+    assert compared == [[chosen, slow]]
+    assert [row["us_by_turns"] for row in rows] == [3.0, 1.0, "", "", ""]
+    assert not plan.overrides
+
+
+def test_the_fastest_plans_are_timed_by_turns_with_the_chosen_one(script, monkeypatch):
+    plans = script("plans")
+    layer = plan.Layer(64, 32, 32, 10, 8, 32, 3, 3)
+    times = [3.0, 9.0, "", 2.0, 1.0, 4.0]
+    assert plans.finalists([{"us": us} for us in times]) == [0, 4, 3, 5]
+    assert plans.finalists([{"us": ""}, {"us": 1.0}]) == []
+    assert plans.finalists([{"us": 1.0}, {"us": ""}]) == []
+    chosen, other, *_ = plans.step_plans("forward", layer, 132)
+    order = []
+
+    def graphed(run):
+        now = plan.overrides["forward", layer]
+        return lambda: now
+
+    def seconds(replay, rounds, target):
+        order.append(replay())
+        return len(order) * 1.0
+
+    monkeypatch.setattr(plans, "graphed", graphed)
+    monkeypatch.setattr(plans, "seconds", seconds)
+    median = plans.ROUNDS // 2
+    assert plans.by_turns("forward", layer, [chosen, other], lambda: None) == [2 * median + 1, 2 * median + 2]
+    assert order == [chosen, other] * plans.ROUNDS
     assert not plan.overrides
 
 
@@ -227,13 +259,13 @@ def test_the_fastest_plan_is_kept_where_it_beats_the_chosen_one_by_more_than_cha
     layer = plan.Layer(64, 32, 32, 10, 8, 32, 3, 3)
     for name in ("forward", "weight_grad"):
         found = plans.plans_of(name, layer, 132)[:3]
-        rows = [{"us": us} for us in (100.0, 99.0, "")]
+        rows = [{"us_by_turns": us} for us in (100.0, 99.0, "")]
         assert plans.fastest(name, layer, found, rows, 132) is None
-        rows[1]["us"] = 90.0
+        rows[1]["us_by_turns"] = 90.0
         best = plans.fastest(name, layer, found, rows, 132)
         assert (best["us"], best["before"], best["rows"]) == (90.0, 100.0, found[1].tile.rows)
         assert best["multiprocessors"] == (132 if name == "forward" else 0)
-        assert plans.fastest(name, layer, found, [{"us": ""}, *rows[1:]], 132) is None
+        assert plans.fastest(name, layer, found, [{"us_by_turns": ""}] * 3, 132) is None
 
 
 def test_a_variant_that_fails_leaves_a_row_and_the_others(script):

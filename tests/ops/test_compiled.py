@@ -11,11 +11,12 @@ import torch
 
 from recnets import create_model, list_models
 from recnets.layers import Recurrent
-from recnets.ops.cuda import crc, inference, norm_relu
+from recnets.ops.cuda import crc, inference, norm_relu, nvrtc, plan
 from recnets.ops.cuda.inference import EvalNorm
 from recnets.ops.cuda.plan import Layer
 
 from .compiled import Compiler, available
+from .test_cuda_wide import wide_plans
 
 # Where there is a GPU the kernels run, which shows more.
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
@@ -95,6 +96,33 @@ def test_other_kernel_sizes(kernels, compiler):
         train_layer(layer._replace(kx=kernels[0], kh=kernels[1]))
     assert "input_grad" in compiler.launched or kernels[0] == kernels[1]
     assert_nothing_spills(compiler)
+
+
+WIDE = [layer for layer in LAYERS if wide_plans(layer)]
+
+
+@pytest.mark.parametrize("layer", WIDE, ids=lambda layer: f"{layer.h}x{layer.w} {layer.si} to {layer.so}")
+def test_weight_gradients_by_wgmma(layer, compiler, monkeypatch):
+    logs, compiled = [], nvrtc._compile
+
+    def compile_and_note(*args):
+        logs.append(compiled(*args))
+        return logs[-1]
+
+    monkeypatch.setattr(nvrtc, "_compile", compile_and_note)
+    x, h, dz = (
+        torch.empty(layer.n, layer.h, layer.w, layer.d * s, dtype=torch.bfloat16, device=META)
+        for s in (layer.si, layer.so, layer.so)
+    )
+    for each in wide_plans(layer):
+        monkeypatch.setitem(plan.grad_overrides, (layer, layer.so, True), each)
+        plan.weight_grad.cache_clear()
+        crc.weight_grads(x, h, dz, layer)
+    plan.weight_grad.cache_clear()
+    assert set(compiler.launched) == {"weight_grad_wide"}
+    assert not any(taken.spilled for taken in compiler.taken.values())
+    # The compiler says so where it makes each product wait for the one before.
+    assert not [log for _, log in logs if "serialized" in log]
 
 
 @pytest.mark.parametrize("batch", [1, 1024])

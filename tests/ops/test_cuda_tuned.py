@@ -1,17 +1,22 @@
 """Plans that were measured take the place of those that are worked out."""
 
 import json
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from recnets.errors import RecNetsError
 from recnets.ops.cuda import plan, tuned
 from recnets.ops.cuda.plan import Layer, Tile
 
+from .test_cuda_kernels import check_forward_and_every_gradient
+
 LAYER = Layer(64, 32, 32, 10, 8, 32, 3, 3)
 SHAPE = {"nb": 32, "wm": 4, "wn": 2, "mt": 2, "nt": 2}
 STEP = {"images": 1, "rows": 4, **SHAPE, "resident": 2, "prefetch": True, "stacked": True}
-GRAD = {"images": 1, "rows": 4, "groups": 5, "stages": 3, "staggered": True}
+GRAD = {"images": 1, "rows": 4, "groups": 5, "stages": 3, "staggered": True, "wide": False}
 
 
 @pytest.fixture
@@ -77,12 +82,47 @@ def test_a_kept_plan_that_does_not_fit_any_more_is_passed_over(kept):
     assert (*steps, plan.weight_grad(LAYER, 32, 3, True)) == before
 
 
+def _kept_layers() -> dict[tuple, dict[str, dict]]:
+    """The step plans that come with the package, by layer and multiprocessors."""
+    layers: dict[tuple, dict[str, dict]] = {}
+    for found in json.loads(tuned.FILE.read_text()):
+        if found["kernel"] != "weight_grad":
+            layers.setdefault(tuple(found[name] for name in tuned.KEY[1:]), {})[found["kernel"]] = found
+    return layers
+
+
+@pytest.mark.parametrize("key", _kept_layers(), ids=str)
+def test_the_plans_that_come_with_the_package_are_right(key, emulated, rms, monkeypatch):
+    """On fewer images, with one tile a block or several as on the device that they were measured on."""
+    _, h, w, si, so, kx, kh, count = key
+    layer = Layer(3, h, w, 2, si, so, kx, kh)
+    kept = {name: plan._tuned_step(name, Layer(*key[:3], 2, *key[3:7]), count) for name in _kept_layers()[key]}
+    assert all(kept.values())
+    emulated(64 if any(chosen.single for chosen in kept.values()) else so // min(c.nb for c in kept.values()))
+    for name, chosen in kept.items():
+        monkeypatch.setitem(plan.overrides, (name, layer), chosen)
+    plan.step.cache_clear()
+    check_forward_and_every_gradient((3, h, w, si, so, 2, kx, kh), torch.bfloat16, rms, "cpu")
+    plan.step.cache_clear()
+
+
 def test_a_newer_plan_takes_the_place_of_an_older_one_and_the_others_stay(kept):
     kept(entry("forward", STEP), entry("backward", STEP))
     kept(entry("forward", {**STEP, "resident": 1}))
     assert plan.step("forward", LAYER, 132).resident == 1
     assert plan.step("backward", LAYER, 132).resident == 2
     assert len(tuned.FILE.read_text().splitlines()) == 4
+
+
+def test_processes_that_keep_plans_at_once_lose_none(kept):
+    keep = "import json, sys; from pathlib import Path; from recnets.ops.cuda import tuned\n"
+    keep += "for entry in json.loads(sys.argv[2]): tuned.keep([entry], Path(sys.argv[1]))"
+    shares = [[entry("forward", STEP, share * 100 + i) for i in range(20)] for share in range(2)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", keep, str(tuned.FILE), json.dumps(entries)]) for entries in shares
+    ]
+    assert [process.wait(60) for process in processes] == [0, 0]
+    assert len(json.loads(tuned.FILE.read_text())) == 40
 
 
 LACKING = json.dumps([{key: value for key, value in entry("forward", STEP).items() if key != "stacked"}])

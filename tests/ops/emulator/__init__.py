@@ -75,7 +75,7 @@ def _compile(text: str, *flags: str) -> Path:
 
 @cache
 def _runtime() -> Future[Path]:
-    text = "\n".join((FOLDER / file).read_text() for file in ("emulator.cpp", "memory.cpp", "half.cpp"))
+    text = "\n".join((FOLDER / file).read_text() for file in ("emulator.cpp", "memory.cpp", "wgmma.cpp", "half.cpp"))
     return _compilers().submit(_compile, text, "-O2", "-c")
 
 
@@ -115,6 +115,7 @@ class Emulator:
         replacements: dict[Callable[..., Any], Callable[..., Any]] = {
             kernels.multiprocessors: lambda index: self.multiprocessors,
             kernels.capable: lambda index: True,
+            kernels.has_wgmma: lambda index: True,
             kernels.takes: lambda x: not x.is_cuda and x.dtype in (torch.float16, torch.bfloat16),
         }
         for module in [module for name, module in sys.modules.items() if name.startswith("recnets.")]:

@@ -32,11 +32,31 @@ struct Barrier {
         if (arrived && arrived == live) arrived = 0, generation++;
     }
 };
+struct Factors {  // of a warpgroup's product
+    unsigned long long a, b;
+    long n;
+};
+struct Product {  // of a warp, under way
+    unsigned long long a, b;
+    int n;
+    bool fp16;
+    unsigned sums;  // their number
+};
+struct WarpSums {
+    int count;  // a thread
+    float* at[32];
+    std::vector<float> values[32];
+};
 struct Warp : Barrier {
     struct Thread* lanes;
     const char* what;  // they do together
     const void* in[32];
     void* out[32];
+    std::vector<Product> products;
+    std::vector<WarpSums> sums;
+    size_t performed, committed, count;  // products: of those under way, and all
+    std::vector<Factors> started;        // of the first of a warpgroup: its products
+    bool fenced;
 };
 struct Store {  // by another block, under way
     unsigned at, barrier;
@@ -50,6 +70,7 @@ struct Block : Barrier {
     std::vector<unsigned char> memory;
     std::map<int, std::vector<unsigned char>> variables;
     std::vector<Store> stores;
+    std::vector<unsigned short> hidden;  // from products: of 16 bytes, 1 + the thread that copied them, or 0
 
     unsigned char* shared() { return (unsigned char*)(((size_t)memory.data() + GUARD + 127) / 128 * 128); }
 };
@@ -57,7 +78,7 @@ struct Copy {
     unsigned to, group;
     const void* from;
     int bytes;
-    bool ok;
+    bool ok, there;
 };
 struct Thread {
     unsigned index;
@@ -68,6 +89,7 @@ struct Thread {
     void* context;
     const char* what;
     std::vector<Copy> copies;
+    std::vector<unsigned> landed;  // and waited for, but not published
     unsigned groups, cluster_generation;
     jmp_buf place;
     ucontext_t start;
@@ -76,5 +98,9 @@ struct Thread {
 extern Launch shape;  // of the launch
 extern Thread* self;  // the thread that runs, or is asked whether it can
 extern bool moved;    // has anything happened since the scheduler's last look?
+
+unsigned char* of_block(Block& block, unsigned address, int bytes);
+void hide(unsigned address);  // from products, 16 bytes that this thread copied
+void check_warpgroups(const std::vector<Warp>& warps);
 
 }  // namespace emulator

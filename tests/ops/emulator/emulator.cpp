@@ -71,6 +71,7 @@ void start(unsigned first) {
         block.live = shape.threads;
         block.all.live = shape.threads * shape.cluster;
         block.memory.assign(shape.shared + 2 * GUARD + 128, POISON);
+        block.hidden.assign(shape.shared / 16 + 1, 0);
     }
     for (unsigned w = 0; w < warps.size(); w++) {
         warps[w] = {};
@@ -85,6 +86,7 @@ void start(unsigned first) {
         thread.warp = &warps[t / 32];
         thread.ready = nullptr;
         thread.copies.clear();
+        thread.landed.clear();
         thread.groups = 0;
     }
 }
@@ -133,6 +135,7 @@ void run_all() {
         self = nullptr;
         if (left && !moved) fail("deadlock%s", waiting().c_str());
     }
+    check_warpgroups(warps);
     for (Block& block : blocks) {
         if (!block.stores.empty()) fail("block %u ended before all stores into it had arrived", block.index.x);
         const unsigned char *begin = block.shared(), *end = begin + shape.shared;

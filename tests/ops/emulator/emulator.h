@@ -1,4 +1,4 @@
-// CUDA C++ for g++: the words that the kernels use, and what the twins of half.cuh, memory.cuh and cluster.cuh call.
+// CUDA C++ for g++: the words that the kernels use, and what the twins of headers with PTX call.
 // A kernel's threads are fibers of one CPU thread; emulator.cpp switches between them where they wait.
 #pragma once
 
@@ -85,6 +85,20 @@ void together(const char* what, const In& in, Out& out, void (*all)(const In* co
 void copy_async(unsigned to, const void* from, int bytes, bool ok);
 void copy_commit();
 void copy_wait(int left);
+
+// A product of a warpgroup: sums (64 x n) += a * b, by their descriptors, some time before the wait for it.
+struct Wgmma {
+    float* sums;
+    int n;
+    unsigned long long a, b;
+    bool fp16;
+};
+void wgmma_fence();
+void wgmma(const Wgmma& own);
+void wgmma_commit();
+void wgmma_wait();
+// Let products see what this thread's copies, which it has waited for, left.
+void publish_shared();
 
 unsigned cluster_rank();
 void cluster_arrive();

@@ -36,20 +36,25 @@ void land(const Copy& copy) {
     unsigned char* to = shared(copy.to, copy.bytes);
     if (copy.ok) memcpy(to, copy.from, copy.bytes);
     else memset(to, 0, copy.bytes);
+    hide(copy.to);
 }
 void copy_async(unsigned to, const void* from, int bytes, bool ok) {
     if (ok) global(from, bytes);
-    const Copy copy = {to, self->groups, from, bytes, ok};
+    Copy copy = {to, self->groups, from, bytes, ok, chance(2) != 0};
     shared(to, bytes);
-    if (chance(2)) land(copy);
-    else self->copies.push_back(copy);
+    if (copy.there) land(copy);
+    self->copies.push_back(copy);
 }
 void copy_commit() { self->groups++; }
 void copy_wait(int left) {
     std::vector<Copy> rest;
     for (const Copy& copy : self->copies)
-        if (copy.group + left < self->groups) land(copy);
-        else rest.push_back(copy);
+        if (copy.group + left >= self->groups) {
+            rest.push_back(copy);
+        } else {
+            if (!copy.there) land(copy);
+            self->landed.push_back(copy.to);
+        }
     self->copies.swap(rest);
 }
 

@@ -45,13 +45,13 @@ def _kernel(name: str, x: Tensor, defines: dict[str, int], shared: int) -> nvrtc
 def _prepare(layer: Layer, dtype: torch.dtype, index: int, batch: bool, relu: bool) -> None:
     """Start compiling what the backward pass will need, while the forward pass is compiled and runs."""
     backward = plan.step("backward", layer, multiprocessors(index))
-    grad = plan.weight_grad(layer, layer.so, layer.kh, True)
+    grad = plan.weight_grad(layer, layer.so, layer.kh, True, kernels.has_wgmma(index))
     if backward is not None:
         kernels.compile_ahead(
             "backward", dtype, index, {**backward.defines(layer), **sigma_defines(batch=batch, relu=relu)}
         )
     if grad is not None:
-        kernels.compile_ahead("weight_grad", dtype, index, grad.defines(layer, layer.so, layer.kh, 1))
+        kernels.compile_ahead(grad.kernel, dtype, index, grad.defines(layer, layer.so, layer.kh, 1))
 
 
 class Job(ctypes.Structure):
@@ -197,7 +197,7 @@ def backward(
 
 def weight_grads(x: Tensor, h: Tensor, dz: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
     """Parts (parts, taps, channels, s_out) of the gradients of W_x and of W_h."""
-    along = plan.weight_grad(layer, layer.so, layer.kh, True)
+    along = plan.weight_grad(layer, layer.so, layer.kh, True, kernels.has_wgmma(x.get_device()))
     if along is None or layer.d == 1:
         alone = (plan.weight_grad(layer, s, k, False) for s, k in ((layer.si, layer.kx), (layer.so, layer.kh)))
         of_x, of_h = alone
@@ -219,7 +219,7 @@ def _weight_grad(
     taps = size * size
     if layer.d == lag:
         return torch.zeros(1, taps, channels, layer.so, dtype=torch.float32, device=a.device), None
-    kernel = _kernel("weight_grad", a, chosen.defines(layer, channels, size, lag), chosen.shared)
+    kernel = _kernel(chosen.kernel, a, chosen.defines(layer, channels, size, lag), chosen.shared)
     steps = layer.d - (0 if chosen.x else lag)
     resident = kernel.resident() * multiprocessors(a.get_device())
     blocks = max(1, min(chosen.tile.count(layer) * steps, resident // (chosen.blocks[0] * chosen.blocks[1])))

@@ -15,6 +15,7 @@ FILES = {
     "add_parts": ("add_parts.cu",),
     "inference": (*TILES, "cluster.cuh", "inference.cu"),
     "pack": ("half.cuh", "pack.cuh", "pack.cu"),
+    "weight_grad_wide": (*TILES, "wgmma.cuh", "weight_grad_wide.cu"),
     "prepare": ("half.cuh", "pack.cuh", "prepare.cu"),
     "norm_relu_forward": ("half.cuh", "memory.cuh", "norm_relu.cu"),
     "norm_relu_backward": ("half.cuh", "memory.cuh", "norm_relu.cu"),
@@ -37,6 +38,12 @@ def capable(index: int) -> bool:
     except (OSError, RuntimeError):
         return False
     return bool(getattr(properties, "shared_memory_per_block_optin", 0) >= plan.SHARED)
+
+
+@cache
+def has_wgmma(index: int) -> bool:
+    """Tensor cores that read shared memory themselves, as those of compute capability 9 do and no others."""
+    return torch.cuda.get_device_properties(index).major == 9
 
 
 def takes(x: Tensor) -> bool:

@@ -104,7 +104,7 @@ class Resources(NamedTuple):
 def resources(files: tuple[str, ...], defines: tuple[tuple[str, int], ...], arch: str = "sm_90") -> Resources:
     """Of the kernel in these files with these constants. Needs NVRTC, but no GPU."""
     options = ["--ptxas-options=-v", *_defined(defines)]
-    log = _compile(_text(files), arch, options)[1]
+    log = _compile(_text(files), _target(files, arch), options)[1]
     spilled = re.search(r"(\d+) bytes stack frame", log)  # as LOCAL_BYTES
     registers = re.search(r"Used (\d+) registers", log)
     if spilled is None or registers is None:
@@ -230,6 +230,11 @@ def _text(files: tuple[str, ...]) -> str:
     return "\n".join((FOLDER / file).read_text() for file in files)
 
 
+def _target(files: tuple[str, ...], arch: str) -> str:
+    """The architecture to compile for; wgmma is only in that one, not in later ones."""
+    return f"{arch}a" if "wgmma.cuh" in files else arch
+
+
 def _defined(defines: tuple[tuple[str, int], ...]) -> list[str]:
     return [f"-D{key}={value}" for key, value in defines]
 
@@ -243,7 +248,8 @@ def _compilers() -> ThreadPoolExecutor:
 def binary(files: tuple[str, ...], defines: tuple[tuple[str, int], ...], index: int) -> Future[bytes]:
     """The binary of these files with these constants for CUDA device `index`, compiled in the background."""
     major, minor = torch.cuda.get_device_capability(index)
-    return _compilers().submit(_kept, _text(files), f"sm_{major}{minor}", _defined(defines))
+    arch = _target(files, f"sm_{major}{minor}")
+    return _compilers().submit(_kept, _text(files), arch, _defined(defines))
 
 
 @cache

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from recnets.utils import atomic_write
 FILE = Path(__file__).with_name("tuned.json")
 KEY = ("kernel", "n", "h", "w", "si", "so", "kx", "kh", "multiprocessors")
 STEP = ("images", "rows", "nb", "wm", "wn", "mt", "nt", "resident", "prefetch", "stacked")
-GRAD = ("images", "rows", "groups", "stages", "staggered")
+GRAD = ("images", "rows", "groups", "stages", "staggered", "wide")
 Choice = Mapping[str, Any]
 
 
@@ -55,7 +57,21 @@ def choice(kernel: str, layer: Any, multiprocessors: int) -> Choice | None:
 
 def keep(entries: Iterable[Choice], file: Path = FILE) -> None:
     """Add plans to those that are kept; each takes the place of an older one for the same layer."""
-    found = _read(file) | {tuple(entry[name] for name in KEY): entry for entry in entries}
-    lines = ",\n".join(json.dumps(found[key]) for key in sorted(found))
-    atomic_write(file, f"[\n{lines}\n]\n")
+    with _alone(file.parent):
+        found = _read(file) | {tuple(entry[name] for name in KEY): entry for entry in entries}
+        lines = ",\n".join(json.dumps(found[key]) for key in sorted(found))
+        atomic_write(file, f"[\n{lines}\n]\n")
     _all.cache_clear()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process keeps plans meanwhile: what it adds would be lost."""
+    import fcntl  # where there are CUDA kernels there is Linux
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
