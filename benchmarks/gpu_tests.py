@@ -52,6 +52,7 @@ def start(paths: Sequence[str], number: int, of: int, log: IO[str]) -> subproces
         "--disable-warnings",
         "--color=no",
         "--tb=short",
+        "--show-capture=stdout",  # what the compiler logs would be most of the file
     ]
     command = [sys.executable, "-m", "pytest", *options, *paths]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
