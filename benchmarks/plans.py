@@ -2,6 +2,7 @@
 
     python benchmarks/plans.py --batch 1024                          # minutes; 64 by default
     python benchmarks/plans.py --kernels forward --model recnet_60_480
+    python benchmarks/plans.py --wide                                # only those by wgmma, beside the chosen ones
     python benchmarks/plans.py --keep                                # from then on the kernels run by the fastest
     python benchmarks/plans.py --list                                # how many there are, without a GPU
 
@@ -33,8 +34,9 @@ from common import RESULTS, context, file_name, write_csv
 from gpu import Row, graphed, rms, seconds
 from recnets import create_model
 from recnets.layers import CRC
-from recnets.ops.cuda import crc, kernels, plan, tuned
-from recnets.ops.cuda.plan import GradPlan, Layer, Plan
+from recnets.ops.cuda import crc, grad_plan, kernels, plan, tuned
+from recnets.ops.cuda.grad_plan import GradPlan
+from recnets.ops.cuda.plan import Layer, Plan
 from recnets.utils import git_commit
 
 MULTIPROCESSORS = 132  # of an H200, for --list
@@ -71,10 +73,12 @@ def layers_of(model: str, batch: int, side: int = 32) -> dict[Layer, int]:
 
 def step_plans(name: str, layer: Layer, multiprocessors: int) -> list[Plan]:
     """Plans of "forward" or "backward", the chosen one first; none where the CUDA kernels do not take the layer."""
-    chosen = plan.step(name, layer, multiprocessors)
+    chosen = plan.step(name, layer, multiprocessors, has_wgmma())
     if chosen is None:
         return []
     found = {chosen: None}
+    if has_wgmma():
+        found |= dict.fromkeys(wide_step_plans(name, layer))
     blocks = [nb for nb in (layer.so, layer.so // 2, layer.so // 4) if nb >= 16 and nb % 16 == 0 and nb <= 64]
     for tile, nb, most, largest in itertools.product(plan.tiles(layer), blocks, (4, 8, 16), (16, 8, 4)):
         shape = plan.warps(tile.pixels(layer), nb, most=most, largest=largest)
@@ -90,6 +94,17 @@ def step_plans(name: str, layer: Layer, multiprocessors: int) -> list[Plan]:
     return list(found)
 
 
+def wide_step_plans(name: str, layer: Layer) -> list[Plan]:
+    """Those by wgmma."""
+    cuts = itertools.product(plan.tiles(layer), (1, 2, 3, 4), (1, 2), (1, 2, 3, 4))
+    found = [
+        plan.wide_plan_of(name, layer, tile, groups, buffers, resident)
+        for tile, groups, buffers, resident in cuts
+        if 128 * groups * resident <= MOST_THREADS
+    ]
+    return [each for each in found if each is not None]
+
+
 def has_wgmma() -> bool:
     """Without a GPU as an H200."""
     return not torch.cuda.is_available() or kernels.has_wgmma(0)
@@ -97,7 +112,7 @@ def has_wgmma() -> bool:
 
 def grad_plans(layer: Layer) -> list[GradPlan]:
     """Plans of both weights' gradients in one launch, the chosen one first; none where that is not possible."""
-    chosen = plan.weight_grad(layer, layer.so, layer.kh, True, has_wgmma())
+    chosen = grad_plan.weight_grad(layer, layer.so, layer.kh, True, has_wgmma())
     if chosen is None:
         return []
     found = {chosen: None}
@@ -105,32 +120,34 @@ def grad_plans(layer: Layer) -> list[GradPlan]:
         if 32 * layer.kh * groups > MOST_THREADS or not 64 <= tile.pixels(layer) <= 512:
             continue
         cut = (layer, layer.kh, tile, chosen.ci, chosen.co, chosen.x, groups, stages, chosen.blocks)
-        fits = plan.grad_plan_of(*cut)
+        fits = grad_plan.grad_plan_of(*cut)
         if fits is not None:
             found |= {fits: None, fits._replace(staggered=True): None}
     for tile, stages in itertools.product(plan.tiles(layer) if has_wgmma() else [], (2, 3)):
-        wide = plan.wide_grad_plan_of(layer, tile, stages)
+        wide = grad_plan.wide_grad_plan_of(layer, tile, stages)
         if wide is not None and 64 <= tile.pixels(layer) <= 512:
             found |= {wide: None}
     return list(found)
 
 
-def plans_of(name: str, layer: Layer, multiprocessors: int) -> list[Any]:
-    return grad_plans(layer) if name == "weight_grad" else step_plans(name, layer, multiprocessors)
+def plans_of(name: str, layer: Layer, multiprocessors: int, *, wide: bool = False) -> list[Any]:
+    """Of any kernel, the chosen one first; the others only by wgmma if `wide`."""
+    found: list[Any] = grad_plans(layer) if name == "weight_grad" else step_plans(name, layer, multiprocessors)
+    return [each for number, each in enumerate(found) if not wide or number == 0 or each.wide]
 
 
 def use(name: str, layer: Layer, chosen: Plan | GradPlan | None) -> None:
     """Let the kernels run by this plan; by their own for None."""
     key = (layer, layer.so, True)
     if isinstance(chosen, GradPlan):
-        plan.grad_overrides[key] = chosen
+        grad_plan.grad_overrides[key] = chosen
     elif chosen is not None:
         plan.overrides[name, layer] = chosen
     else:
-        plan.grad_overrides.pop(key, None)
+        grad_plan.grad_overrides.pop(key, None)
         plan.overrides.pop((name, layer), None)
     plan.step.cache_clear()
-    plan.weight_grad.cache_clear()
+    grad_plan.weight_grad.cache_clear()
 
 
 def passes(layer: Layer) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
@@ -161,7 +178,7 @@ def passes(layer: Layer) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
 
 def kernel_of(name: str, each: Plan | GradPlan) -> str:
     """The plan's kernel, which is not always called as what it computes."""
-    return each.kernel if isinstance(each, GradPlan) else name
+    return each.kernel if isinstance(each, GradPlan) else each.kernel(name)
 
 
 def defines_of(layer: Layer, each: Plan | GradPlan) -> dict[str, int]:
@@ -262,7 +279,13 @@ def describe(layer: Layer, each: Plan | GradPlan) -> Row:
         return {**row, "plan": f"{each.ci}x{each.co} channels, {each.groups} groups, {each.stages} stages{how}"}
     ways = [
         word
-        for word, there in (("single", each.single), ("prefetch", each.prefetch), ("stacked", each.stacked))
+        for word, there in (
+            ("single", each.single),
+            ("prefetch", each.prefetch),
+            ("stacked", each.stacked),
+            ("wide", each.wide),
+            ("2 buffers", each.buffers == 2),
+        )
         if there
     ]
     cut = f"{each.nb} channels, {each.wm}x{each.wn} warps of {each.mt}x{each.nt}, {each.resident} resident"
@@ -283,6 +306,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="recnet_60_1280")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--wide", action="store_true", help="only plans by wgmma, which compute capability 9.0 has")
     parser.add_argument("--keep", action="store_true", help="run by the fastest plans from now on")
     parser.add_argument("--list", action="store_true", help="only say how many plans there are")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
@@ -294,12 +318,18 @@ def main() -> int:
     if not args.list and not torch.cuda.is_available():
         print("this benchmark needs a CUDA device; without one, --list counts the plans", file=sys.stderr)
         return 2
+    if args.wide and not has_wgmma():
+        print(
+            f"--wide needs compute capability 9.0; this device has {torch.cuda.get_device_capability(0)}",
+            file=sys.stderr,
+        )
+        return 2
     count = MULTIPROCESSORS if args.list else kernels.multiprocessors(0)
     rows: list[Row] = []
     saved = {"chosen": 0.0, "best": 0.0}
     for layer, times in layers_of(args.model, args.batch).items():
         for name in args.kernels:
-            plans = plans_of(name, layer, count)
+            plans = plans_of(name, layer, count, wide=args.wide)
             if args.list or not plans:
                 print(f"{name}, {layer}: {len(plans)} plans")
                 continue
@@ -313,7 +343,7 @@ def main() -> int:
             if best is not None:
                 tuned.keep([best])
                 plan.step.cache_clear()
-                plan.weight_grad.cache_clear()
+                grad_plan.weight_grad.cache_clear()
             timed = [row["us_by_turns"] for row in own if row["us_by_turns"] != ""]
             saved["chosen"] += times * (own[0]["us_by_turns"] or 0.0)
             saved["best"] += times * min(timed, default=0.0)

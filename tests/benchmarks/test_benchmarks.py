@@ -20,7 +20,7 @@ from recnets.layers.crc import NONLINEARITIES
 from recnets.models import save_weights
 from recnets.models.plain import as_plain_modules
 from recnets.ops import dispatch
-from recnets.ops.cuda import nvrtc, plan
+from recnets.ops.cuda import grad_plan, nvrtc, plan
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the benchmarks are in the repository only")
@@ -169,18 +169,21 @@ def test_plans_to_time_fit_the_device_and_start_with_the_chosen_one(script, name
         found = plans.plans_of(name, layer, 132)
         assert len(set(found)) == len(found) > 5
         if name == "weight_grad":
-            assert found[0] == plan.weight_grad(layer, layer.so, layer.kh, True, plans.has_wgmma())
+            assert found[0] == grad_plan.weight_grad(layer, layer.so, layer.kh, True, plans.has_wgmma())
             assert any(each.wide for each in found) == (layer.so % 64 == 0)
             assert len({tuple(plans.describe(layer, each).values()) for each in found}) == len(found)
             continue
-        assert found[0] == plan.step(name, layer, 132)
+        assert found[0] == plan.step(name, layer, 132, plans.has_wgmma())
+        assert any(each.wide for each in found)
         for each in found:
             assert each.resident * (each.shared + 1024) <= 228 * 1024
             assert each.wm * each.mt * 16 >= each.tile.pixels(layer)
             assert each.wn * each.nt * 8 == each.nb
             blocks = each.tile.count(layer) * (layer.so // each.nb)
-            assert each.single == (blocks <= each.resident * 132)
+            assert each.single == (not each.wide and blocks <= each.resident * 132)
             assert not (each.single and each.prefetch)
+        fewer = plans.plans_of(name, layer, 132, wide=True)
+        assert fewer == [found[0], *(each for each in found[1:] if each.wide)]
 
 
 def test_the_chosen_plans_are_back_after_timing(script):

@@ -11,7 +11,7 @@ import torch
 
 from recnets import create_model, list_models
 from recnets.layers import Recurrent
-from recnets.ops.cuda import crc, inference, norm_relu, nvrtc, plan
+from recnets.ops.cuda import crc, grad_plan, inference, norm_relu, nvrtc
 from recnets.ops.cuda.inference import EvalNorm
 from recnets.ops.cuda.plan import Layer
 
@@ -115,10 +115,10 @@ def test_weight_gradients_by_wgmma(layer, compiler, monkeypatch):
         for s in (layer.si, layer.so, layer.so)
     )
     for each in wide_plans(layer):
-        monkeypatch.setitem(plan.grad_overrides, (layer, layer.so, True), each)
-        plan.weight_grad.cache_clear()
+        monkeypatch.setitem(grad_plan.grad_overrides, (layer, layer.so, True), each)
+        grad_plan.weight_grad.cache_clear()
         crc.weight_grads(x, h, dz, layer)
-    plan.weight_grad.cache_clear()
+    grad_plan.weight_grad.cache_clear()
     assert set(compiler.launched) == {"weight_grad_wide"}
     assert not any(taken.spilled for taken in compiler.taken.values())
     # The compiler says so where it makes each product wait for the one before.

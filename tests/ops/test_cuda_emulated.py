@@ -11,7 +11,7 @@ from recnets.layers import CRC, Recurrent
 from recnets.layers.crc import NONLINEARITIES
 from recnets.layers.norm import norm_of
 from recnets.ops import dispatch
-from recnets.ops.cuda import inference, inference_plan, norm_relu, nvrtc, plan
+from recnets.ops.cuda import grad_plan, inference, inference_plan, norm_relu, nvrtc, plan
 from recnets.ops.cuda.inference import EvalNorm
 from recnets.ops.cuda.plan import Layer
 
@@ -61,7 +61,7 @@ def test_shapes_take_every_way_through_the_kernels():
             found |= {(kind, way(chosen)), (way(chosen), "split", s_out > chosen.nb)}
             found |= {(way(chosen), "rows", chosen.tile.rows < h), (way(chosen), "full", n % chosen.tile.images == 0)}
         found |= {("dx", chosen.dx_tiles > 0, chosen.dx_split)}
-        found |= {("along", plan.weight_grad(layer, s_out, kernel_h, True) is not None)}
+        found |= {("along", grad_plan.weight_grad(layer, s_out, kernel_h, True) is not None)}
     for name in ("single", "prefetch"):
         assert found >= {("forward", name), ("backward", name)}
         assert found >= {(name, what, yes) for what in ("split", "rows", "full") for yes in (False, True)}
@@ -164,8 +164,8 @@ def test_tiles_of_a_warp_below_each_other(count, kind, shape, emulated, rms, mon
     emulated(count)
     planned, stacked = plan.step, set()
 
-    def stack(name, layer, multiprocessors):
-        chosen = planned(name, layer, multiprocessors)
+    def stack(name, layer, multiprocessors, wgmma=False):
+        chosen = planned(name, layer, multiprocessors, wgmma)
         if kind == "neither":
             chosen = chosen._replace(prefetch=False)
         assert plan.stackable(chosen, layer)
@@ -197,16 +197,16 @@ def test_what_cannot_be_stacked():
 def test_weight_gradients_whose_warps_fetch_by_turns(count, shape, groups, stages, emulated, rms, monkeypatch):
     n, h, w, s_in, s_out, d, kernel, _ = shape
     layer = Layer(n, h, w, d, s_in, s_out, kernel, kernel)
-    chosen = plan.weight_grad(layer, s_out, kernel, True)
+    chosen = grad_plan.weight_grad(layer, s_out, kernel, True)
     assert chosen is not None
     cut = (layer, kernel, chosen.tile, chosen.ci, chosen.co, chosen.x, groups, stages, chosen.blocks)
-    found = plan.grad_plan_of(*cut)
+    found = grad_plan.grad_plan_of(*cut)
     assert found is not None
-    monkeypatch.setitem(plan.grad_overrides, (layer, s_out, True), found._replace(staggered=True))
-    plan.weight_grad.cache_clear()
+    monkeypatch.setitem(grad_plan.grad_overrides, (layer, s_out, True), found._replace(staggered=True))
+    grad_plan.weight_grad.cache_clear()
     emulated(count, seed=groups)
     check_forward_and_every_gradient(shape, torch.bfloat16, rms, "cpu")
-    plan.weight_grad.cache_clear()
+    grad_plan.weight_grad.cache_clear()
 
 
 @pytest.mark.parametrize("seed", range(1, 4))

@@ -6,7 +6,7 @@ import torch
 from recnets import create_model, list_models
 from recnets.layers import Recurrent
 from recnets.ops import naive
-from recnets.ops.cuda import crc, nvrtc, plan, tuned
+from recnets.ops.cuda import crc, grad_plan, nvrtc, plan, tuned
 from recnets.ops.cuda.plan import Layer
 
 MULTIPROCESSORS = 132
@@ -53,7 +53,7 @@ def test_every_named_model_has_plans_that_fit(name, n):
             if found.single:  # all blocks wait for each other, so all must be there at once
                 blocks = found.tile.count(layer) * (layer.so // found.nb)
                 assert blocks <= found.resident * MULTIPROCESSORS
-        grad = plan.weight_grad(layer, layer.so, 3, True) or plan.weight_grad(layer, layer.so, 3, False)
+        grad = grad_plan.weight_grad(layer, layer.so, 3, True) or grad_plan.weight_grad(layer, layer.so, 3, False)
         assert grad is not None
         assert grad.shared <= plan.SHARED
         assert grad.blocks[0] * grad.ci == layer.so
@@ -68,7 +68,7 @@ def test_the_main_model_keeps_one_tile_a_block_and_takes_dx_along(monkeypatch):
         assert backward is not None
         assert backward.single
         assert backward.dx_tiles > 0
-        assert plan.weight_grad.__wrapped__(layer, layer.so, 3, True) is not None
+        assert grad_plan.weight_grad.__wrapped__(layer, layer.so, 3, True) is not None
 
 
 def test_shapes_take_every_way_through_the_kernels():

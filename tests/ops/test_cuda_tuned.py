@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from recnets.errors import RecNetsError
-from recnets.ops.cuda import plan, tuned
+from recnets.ops.cuda import grad_plan, plan, tuned
 from recnets.ops.cuda.plan import Layer, Tile
 
 from .test_cuda_kernels import check_forward_and_every_gradient
 
 LAYER = Layer(64, 32, 32, 10, 8, 32, 3, 3)
 SHAPE = {"nb": 32, "wm": 4, "wn": 2, "mt": 2, "nt": 2}
-STEP = {"images": 1, "rows": 4, **SHAPE, "resident": 2, "prefetch": True, "stacked": True}
+STEP = {"images": 1, "rows": 4, **SHAPE, "resident": 2, "prefetch": True, "stacked": True, "wide": False, "buffers": 1}
+WIDE = {**STEP, "rows": 8, "wm": 8, "wn": 1, "nt": 4, "resident": 1, "wide": True, "buffers": 2}
 GRAD = {"images": 1, "rows": 4, "groups": 5, "stages": 3, "staggered": True, "wide": False}
 
 
@@ -25,7 +26,7 @@ def kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned, "FILE", tmp_path / "tuned.json")
 
     def clear():
-        for function in (tuned._all, plan.step, plan.weight_grad):
+        for function in (tuned._all, plan.step, grad_plan.weight_grad):
             function.cache_clear()
 
     def keep(*entries):
@@ -64,22 +65,33 @@ def test_a_kept_plan_with_all_tiles_at_once_fetches_none_ahead(kept):
     assert found.dx_tiles == 1
 
 
+def test_a_kept_plan_by_wgmma_is_for_devices_that_have_it(kept):
+    before = plan.step("forward", LAYER, 132, True)
+    kept(entry("forward", WIDE))
+    assert plan.step("forward", LAYER, 132, True) == plan.wide_plan_of("forward", LAYER, Tile(1, 8), 2, 2, 1)
+    assert plan.step("forward", LAYER, 132) == before
+
+
 def test_a_kept_plan_of_the_weights_gradients(kept):
-    before = plan.weight_grad(LAYER, 32, 3, True)
+    before = grad_plan.weight_grad(LAYER, 32, 3, True)
     kept(entry("weight_grad", GRAD, 0))
-    found = plan.weight_grad(LAYER, 32, 3, True)
+    found = grad_plan.weight_grad(LAYER, 32, 3, True)
     assert (found.tile, found.groups, found.stages, found.staggered) == (Tile(1, 4), 5, 3, True)
     assert (found.ci, found.co, found.x, found.blocks) == (before.ci, before.co, before.x, before.blocks)
-    assert plan.weight_grad(LAYER, 32, 3, False).groups == 4
+    assert grad_plan.weight_grad(LAYER, 32, 3, False).groups == 4
 
 
 def test_a_kept_plan_that_does_not_fit_any_more_is_passed_over(kept):
-    before = plan.step("forward", LAYER, 132), plan.step("backward", LAYER, 132), plan.weight_grad(LAYER, 32, 3, True)
+    before = (
+        plan.step("forward", LAYER, 132),
+        plan.step("backward", LAYER, 132),
+        grad_plan.weight_grad(LAYER, 32, 3, True),
+    )
     kept(
         entry("forward", {**STEP, "images": 8, "rows": 32}), entry("weight_grad", {**GRAD, "rows": 32, "stages": 9}, 0)
     )
     steps = plan.step("forward", LAYER, 132), plan.step("backward", LAYER, 132)
-    assert (*steps, plan.weight_grad(LAYER, 32, 3, True)) == before
+    assert (*steps, grad_plan.weight_grad(LAYER, 32, 3, True)) == before
 
 
 def _kept_layers() -> dict[tuple, dict[str, dict]]:
@@ -96,7 +108,7 @@ def test_the_plans_that_come_with_the_package_are_right(key, emulated, rms, monk
     """On fewer images, with one tile a block or several as on the device that they were measured on."""
     _, h, w, si, so, kx, kh, count = key
     layer = Layer(3, h, w, 2, si, so, kx, kh)
-    kept = {name: plan._tuned_step(name, Layer(*key[:3], 2, *key[3:7]), count) for name in _kept_layers()[key]}
+    kept = {name: plan._tuned_step(name, Layer(*key[:3], 2, *key[3:7]), count, True) for name in _kept_layers()[key]}
     assert all(kept.values())
     emulated(64 if any(chosen.single for chosen in kept.values()) else so // min(c.nb for c in kept.values()))
     for name, chosen in kept.items():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from recnets.ops.cuda import crc, kernels, nvrtc, plan, tuned
+from recnets.ops.cuda import crc, grad_plan, kernels, nvrtc, plan, tuned
 from recnets.ops.cuda.plan import Layer, Tile
 
 from .emulator import Emulator
@@ -52,14 +52,14 @@ def planned(monkeypatch):
     def choose(tile: Tile, stages: int, shape: tuple[int, ...]) -> Layer:
         n, h, w, si, so, d = shape
         layer = Layer(n, h, w, d, si, so, 3, 3)
-        found = plan.wide_grad_plan_of(layer, tile, stages)
+        found = grad_plan.wide_grad_plan_of(layer, tile, stages)
         assert found is not None
-        monkeypatch.setitem(plan.grad_overrides, (layer, so, True), found)
-        plan.weight_grad.cache_clear()
+        monkeypatch.setitem(grad_plan.grad_overrides, (layer, so, True), found)
+        grad_plan.weight_grad.cache_clear()
         return layer
 
     yield choose
-    plan.weight_grad.cache_clear()
+    grad_plan.weight_grad.cache_clear()
 
 
 @pytest.fixture
@@ -124,12 +124,15 @@ MUTATIONS = {
     "copies not published": ("publish_shared();", ""),
     "copies published late": ("publish_shared();\n        __syncthreads();", "__syncthreads(); publish_shared();"),
     "a tile overwritten": ("(stage + STAGES - 1) % STAGES", "stage"),
-    "rows that follow each other": ("(next - slot) * 16", "128"),
-    "offsets for each other": ("(next - slot) * 16, PLANE)", "PLANE, (next - slot) * 16)"),
+    "rows that follow each other": ("next - slot, ", "8, "),
+    "offsets for each other": ("next - slot, PLANE / 16)", "PLANE / 16, next - slot)"),
     "halos not cleared": ("clear_shared(base, STAGES * STAGE);", ""),
-    "one warp's products left out": ("wgmma<ALL>", "if (warp != 5 || q) wgmma<ALL>"),
-    "one warp's last products left out": ("wgmma<ALL>", "if (warp != 5 || work + gridDim.x < all) wgmma<ALL>"),
-    "another warp's products": ("+ (slot + kx)", "+ (slot + kx + (warp == 5))"),
+    "one warp's products left out": ("wgmma<ALL, false>", "if (warp != 5 || q) wgmma<ALL, false>"),
+    "one warp's last products left out": (
+        "wgmma<ALL, false>",
+        "if (warp != 5 || work + gridDim.x < all) wgmma<ALL, false>",
+    ),
+    "another warp's products": ("slot + kx,", "slot + kx + (warp == 5),"),
 }
 
 
@@ -153,8 +156,8 @@ def test_what_is_wrong_is_noticed(mutation, wide, rms, tmp_path):
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def wide_plans(layer: Layer) -> list[plan.GradPlan]:
-    found = [plan.wide_grad_plan_of(layer, tile, stages) for tile in plan.tiles(layer) for stages in (2, 3)]
+def wide_plans(layer: Layer) -> list[grad_plan.GradPlan]:
+    found = [grad_plan.wide_grad_plan_of(layer, tile, stages) for tile in plan.tiles(layer) for stages in (2, 3)]
     return [each for each in found if each is not None]
 
 
@@ -165,7 +168,7 @@ def test_plans_that_fit():
     assert {(each.x, each.blocks) for each in found} == {(16, (1, 1))}
     assert {(each.x, each.blocks) for each in wide_plans(Layer(64, 8, 8, 10, 32, 128, 3, 3))} == {(16, (2, 2))}
     assert all(each.shared <= plan.SHARED for each in found)
-    assert plan.wide_grad_plan_of(layer, Tile(1, 16), 3) is None  # too much memory
+    assert grad_plan.wide_grad_plan_of(layer, Tile(1, 16), 3) is None  # too much memory
 
 
 @pytest.mark.parametrize(
@@ -174,17 +177,17 @@ def test_plans_that_fit():
 def test_layers_that_are_left_to_the_other_kernel(other):
     layer = Layer(64, 16, 16, 10, 16, 64, 3, 3)._replace(**other)
     tile = Tile(1, layer.h if "h" in other else 8)
-    assert plan.wide_grad_plan_of(layer, tile, 2) is None
+    assert grad_plan.wide_grad_plan_of(layer, tile, 2) is None
 
 
 def test_it_is_not_chosen_by_itself_nor_where_there_is_no_wgmma(monkeypatch):
     layer = Layer(1000, 16, 16, 10, 16, 64, 3, 3)
-    choose = plan.weight_grad.__wrapped__
+    choose = grad_plan.weight_grad.__wrapped__
     before = choose(layer, 64, 3, True, True)
     assert not before.wide
     kept = {"images": 1, "rows": 8, "groups": 4, "stages": 3, "staggered": False, "wide": True}
     monkeypatch.setattr(tuned, "choice", lambda *_: kept)
-    assert choose(layer, 64, 3, True, True) == plan.wide_grad_plan_of(layer, Tile(1, 8), 3)
+    assert choose(layer, 64, 3, True, True) == grad_plan.wide_grad_plan_of(layer, Tile(1, 8), 3)
     assert choose(layer, 64, 3, True, False) == choose(layer, 64, 3, True) == before
     assert not choose(layer, 64, 3, False, True).wide
     kept["rows"] = 16  # does not fit three times

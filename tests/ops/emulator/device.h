@@ -34,12 +34,12 @@ struct Barrier {
 };
 struct Factors {  // of a warpgroup's product
     unsigned long long a, b;
-    long n;
+    long n, by_k;
 };
 struct Product {  // of a warp, under way
     unsigned long long a, b;
     int n;
-    bool fp16;
+    bool fp16, by_k;
     unsigned sums;  // their number
 };
 struct WarpSums {
@@ -70,7 +70,7 @@ struct Block : Barrier {
     std::vector<unsigned char> memory;
     std::map<int, std::vector<unsigned char>> variables;
     std::vector<Store> stores;
-    std::vector<unsigned short> hidden;  // from products: of 16 bytes, 1 + the thread that copied them, or 0
+    std::vector<unsigned short> hidden;  // from products: of 16 bytes, 1 + the thread that left them there, or 0
 
     unsigned char* shared() { return (unsigned char*)(((size_t)memory.data() + GUARD + 127) / 128 * 128); }
 };
@@ -89,7 +89,7 @@ struct Thread {
     void* context;
     const char* what;
     std::vector<Copy> copies;
-    std::vector<unsigned> landed;  // and waited for, but not published
+    std::vector<unsigned> landed;  // copies waited for, and stores, but not published
     unsigned groups, cluster_generation;
     jmp_buf place;
     ucontext_t start;
@@ -100,7 +100,7 @@ extern Thread* self;  // the thread that runs, or is asked whether it can
 extern bool moved;    // has anything happened since the scheduler's last look?
 
 unsigned char* of_block(Block& block, unsigned address, int bytes);
-void hide(unsigned address);  // from products, 16 bytes that this thread copied
+void hide(unsigned address);  // from products, 16 bytes that this thread left there
 void check_warpgroups(const std::vector<Warp>& warps);
 
 }  // namespace emulator

@@ -91,14 +91,15 @@ struct Wgmma {
     float* sums;
     int n;
     unsigned long long a, b;
-    bool fp16;
+    bool fp16, by_k;
 };
 void wgmma_fence();
 void wgmma(const Wgmma& own);
 void wgmma_commit();
 void wgmma_wait();
-// Let products see what this thread's copies, which it has waited for, left.
+// Let products see what this thread's stores, and its copies that it has waited for, left.
 void publish_shared();
+void stored(unsigned to);  // by this thread
 
 unsigned cluster_rank();
 void cluster_arrive();

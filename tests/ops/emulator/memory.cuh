@@ -10,9 +10,15 @@ __device__ __forceinline__ void copy_commit() { emulator::copy_commit(); }
 template <int LEFT>
 __device__ __forceinline__ void copy_wait() { emulator::copy_wait(LEFT); }
 
-__device__ __forceinline__ void store_shared(u32 at, u32 v) { *(u32*)emulator::shared(at, 4) = v; }
+__device__ __forceinline__ void store_shared(u32 at, u32 v) {
+    *(u32*)emulator::shared(at, 4) = v;
+    emulator::stored(at);
+}
 __device__ __forceinline__ uint4 load_shared(u32 at) { return *(uint4*)emulator::shared(at, 16); }
-__device__ __forceinline__ void store_shared(u32 at, uint4 v) { *(uint4*)emulator::shared(at, 16) = v; }
+__device__ __forceinline__ void store_shared(u32 at, uint4 v) {
+    *(uint4*)emulator::shared(at, 16) = v;
+    emulator::stored(at);
+}
 __device__ __forceinline__ u32 load_shared1(u32 at) { return *(u32*)emulator::shared(at, 4); }
 __device__ __forceinline__ uint2 load_shared2(u32 at) { return *(uint2*)emulator::shared(at, 8); }
 __device__ __forceinline__ void clear_shared(u32 at, int bytes) {

@@ -1,6 +1,6 @@
 // Products of warpgroups, which read shared memory at some moment between their start and the wait for them. Until then
 // their sums are not numbers. Each warp has its own 16 rows, and all warps of a warpgroup must start the same products.
-// Copies (of stores it is not known) must have been published by the thread that made them.
+// Copies and stores must have been published by the thread that made them.
 
 #include "device.h"
 
@@ -8,30 +8,25 @@ namespace emulator {
 
 using u64 = unsigned long long;
 
-// 8 elements of a factor: those of k of the unit that holds rows or columns 8 * unit and so on.
-const unsigned short* unit_of(Block& block, u64 matrix, int unit, int k) {
+// Element k of row, or column, r of a factor.
+float element(Block& block, u64 matrix, int r, int k, const Product& product) {
     const unsigned start = (matrix & 0x3fff) << 4, next_k = (matrix >> 16 & 0x3fff) << 4;
     const unsigned next_mn = (matrix >> 32 & 0x3fff) << 4;
-    const unsigned at = start + unit * next_mn + k / 8 * next_k + k % 8 * 16;
-    const unsigned char* bytes = of_block(block, at, 16);
+    const unsigned at = start + r / 8 * next_mn + k / 8 * next_k + (product.by_k ? r % 8 : k % 8) * 16;
+    const unsigned char* unit = of_block(block, at, 16);
     if (block.hidden[(at - SHARED_BASE) / 16])
-        fail("wgmma reads byte %u of shared memory, which was not published since it was copied", at - SHARED_BASE);
-    return (const unsigned short*)bytes;
+        fail("wgmma reads byte %u of shared memory, which was not published since it was written", at - SHARED_BASE);
+    return from_half(((const unsigned short*)unit)[product.by_k ? k % 8 : r % 8], product.fp16);
 }
 
 void perform(Warp& warp, const Product& product) {
     Block& block = *warp.lanes->block;
-    const int first = warp.lanes->index / 32 % 4 * 2, n = product.n;
+    const int first = warp.lanes->index / 32 % 4 * 16, n = product.n;
     static float a[16][16], b[16][256];
-    for (int k = 0; k < 16; k++)
-        for (int unit = 0; unit < n / 8 || unit < 2; unit++) {
-            const unsigned short* row = unit < 2 ? unit_of(block, product.a, first + unit, k) : nullptr;
-            const unsigned short* column = unit < n / 8 ? unit_of(block, product.b, unit, k) : nullptr;
-            for (int e = 0; e < 8; e++) {
-                if (row) a[k][unit * 8 + e] = from_half(row[e], product.fp16);
-                if (column) b[k][unit * 8 + e] = from_half(column[e], product.fp16);
-            }
-        }
+    for (int k = 0; k < 16; k++) {
+        for (int r = 0; r < 16; r++) a[k][r] = element(block, product.a, first + r, k, product);
+        for (int c = 0; c < n; c++) b[k][c] = element(block, product.b, c, k, product);
+    }
     for (int m = 0; m < 16; m++) {
         float sums[256] = {};
         for (int k = 0; k < 16; k++)
@@ -72,11 +67,11 @@ void start(const Wgmma* const* in, int* const*) {
     for (int lane = 1; lane < 32; lane++)
         if (in[lane]->a != in[0]->a || in[lane]->b != in[0]->b) fail("wgmma with other factors than another lane");
     std::vector<Factors>& all = (&warp - number % 4)->started;  // by the warpgroup
-    const Factors own = {in[0]->a, in[0]->b, in[0]->n};
+    const Factors own = {in[0]->a, in[0]->b, in[0]->n, in[0]->by_k};
     if (warp.count == all.size()) all.push_back(own);
     if (memcmp(&all[warp.count], &own, sizeof own)) fail("wgmma with other factors than another warp of the warpgroup");
     warp.count++;
-    warp.products.push_back({in[0]->a, in[0]->b, in[0]->n, in[0]->fp16, sums_of(warp, in)});
+    warp.products.push_back({in[0]->a, in[0]->b, in[0]->n, in[0]->fp16, in[0]->by_k, sums_of(warp, in)});
     if (chance(2)) perform_all(warp);
 }
 void wgmma(const Wgmma& own) {
@@ -114,6 +109,10 @@ void wgmma_wait() {
 // ---- what products see of shared memory -----------------------------------------------------------------------------
 
 void hide(unsigned address) { self->block->hidden[(address - SHARED_BASE) / 16] = self->index + 1; }
+void stored(unsigned to) {
+    hide(to);
+    self->landed.push_back(to);
+}
 void publish_shared() {
     for (const unsigned at : self->landed) {
         unsigned short& by = self->block->hidden[(at - SHARED_BASE) / 16];

@@ -8,57 +8,8 @@
 // kernel sizes differ or memory is short: input_grad.cu does it then). DX are the channels of dx that a block computes,
 // padded to 16; with DX_SPLIT the blocks of a tile share them out, else the first of them computes all.
 
-constexpr int HALO = KH / 2, COLUMNS = W + 2 * HALO, PITCH_H = pitch_of(SO), PAIRS = NB / 16;
+constexpr int COLUMNS = W + 2 * HALO, PITCH_H = pitch_of(SO), PAIRS = NB / 16;
 constexpr int BYTES_WH = steps_of(SO, KH) * NB * 32, BYTES_WX = steps_of(SO, KX) * DX * 32;
-constexpr int BYTES_H = slots_of(HALO) * PITCH_H;
-constexpr int TX = DX_TILES ? DX_TILES : 1, DX_CHANNELS = DX_SPLIT ? SI / SPLITS : SI;
-
-struct Statistics {
-    float mean, rstd, scale, shift;
-};
-__device__ __forceinline__ Statistics statistics(const float* sums, const float* gamma, const float* beta, int i, int c,
-                                                 float pixels, float eps) {
-    Statistics s;
-    s.mean = BATCH ? sums[i * SO + c] / pixels : sums[i * SO + c];
-    s.rstd = rsqrtf(fmaxf(BATCH ? sums[(D + i) * SO + c] / pixels - s.mean * s.mean : sums[(D + i) * SO + c], 0.f) + eps);
-    s.scale = gamma[i * SO + c] * s.rstd;
-    s.shift = beta[i * SO + c] - s.mean * s.scale;
-    return s;
-}
-
-// dz_i as m*a + z*b + k, for all channels; the coefficients a, b and k follow each other.
-__device__ __forceinline__ void norm_grad(float* coefficients, const float* sums, const float* grad_sums,
-                                          const float* gamma, const float* beta, int i, float pixels, float eps) {
-    for (int c = threadIdx.x; c < SO; c += THREADS) {
-        const float mean_m = total(grad_sums, 0, i, c) / pixels, mean_mz = total(grad_sums, 1, i, c) / pixels;
-        const Statistics s = statistics(sums, gamma, beta, i, c, pixels, eps);
-        coefficients[c] = s.scale;
-        coefficients[SO + c] = BATCH ? -s.scale * mean_mz * s.rstd : 0.f;
-        coefficients[2 * SO + c] = BATCH ? s.scale * (mean_mz * s.rstd * s.mean - mean_m) : 0.f;
-    }
-    __syncthreads();
-}
-__device__ __forceinline__ uint4 combine(uint4 m, uint4 z, const float* a, const float* b, const float* k) {
-    u32 *word = &m.x, *zword = &z.x;
-#pragma unroll
-    for (int w = 0; w < 4; w++) {
-        const float2 f = unpack2(word[w]), g = unpack2(zword[w]);
-        word[w] = pack2(f.x * a[2 * w] + (g.x * b[2 * w] + k[2 * w]),
-                        f.y * a[2 * w + 1] + (g.y * b[2 * w + 1] + k[2 * w + 1]));
-    }
-    return m;
-}
-
-// The same with the coefficients of 8 channels from c on, in registers.
-struct Combination {
-    float a[8], b[8], k[8];
-    __device__ __forceinline__ Combination(const float* coefficients, int c) {
-#pragma unroll
-        for (int e = 0; e < 8; e++)
-            a[e] = coefficients[c + e], b[e] = coefficients[SO + c + e], k[e] = coefficients[2 * SO + c + e];
-    }
-    __device__ __forceinline__ uint4 operator()(uint4 m, uint4 z) const { return combine(m, z, a, b, k); }
-};
 
 // dz_i of a tile, m_i from global memory: into shared memory with its halo, and this block's channels into dz.
 __device__ __forceinline__ void make_dz(u32 to, const u16* m, const u16* z, u16* dz, const float* coefficients, int i,
@@ -91,53 +42,10 @@ __device__ __forceinline__ void make_dz(u32 to, const u16* m, const u16* z, u16*
             const int slot = slot0 + e * LOADERS;
             if (ok[e]) v[e] = combined(v[e], y[e]);
             if (ok[e] && mine && inside[e]) *(uint4*)(out + (long)pixel[e] * (D * SO)) = v[e];
-            if (slot < SLOTS) store_shared(to + slot * PITCH_H + c * 2, v[e]);
+            if (slot < SLOTS) store_shared(to + chunk_at<SO, HALO>(slot, c), v[e]);
         }
     }
 }
-
-// With PREFETCH m_i and z_i are fetched into registers while the tile before is convolved.
-struct NextTile {
-    static constexpr int SLOTS = slots_of(HALO), LOADERS = THREADS / CHUNKS, EACH = (SLOTS + LOADERS - 1) / LOADERS;
-    uint4 v[EACH], y[EACH];
-
-    __device__ __forceinline__ void fetch(const u16* m, const u16* z, int i, const Tile& tile, int batch) {
-        const int thread = thread_number(), c = thread % CHUNKS * 8, loader = thread / CHUNKS;
-        const u16* from_m = m + (size_t)tile.first * SO + c;
-        const u16* from_z = z + (size_t)tile.first * (D * SO) + i * SO + c;
-#pragma unroll
-        for (int e = 0; e < EACH; e++) {
-            const int slot = loader + e * LOADERS;
-            int pixel;
-            bool inside;
-            v[e] = y[e] = make_uint4(0, 0, 0, 0);
-            if (loader < LOADERS && slot < SLOTS && pixel_of<HALO>(slot, tile, batch, pixel, inside)) {
-                v[e] = load_fresh(from_m + (long)pixel * SO);
-                y[e] = load_fresh(from_z + (long)pixel * (D * SO));
-            }
-        }
-    }
-    __device__ __forceinline__ void make_dz(u32 to, u16* dz, const float* coefficients, int i, int channel,
-                                            const Tile& tile, int batch) {
-        const int thread = thread_number(), c = thread % CHUNKS * 8, loader = thread / CHUNKS;
-        if (loader >= LOADERS) return;
-        const bool mine = c >= channel && c < channel + NB;
-        const Combination combined(coefficients, c);
-        u16* out = dz + (size_t)tile.first * (D * SO) + i * SO + c;
-#pragma unroll
-        for (int e = 0; e < EACH; e++) {
-            const int slot = loader + e * LOADERS;
-            int pixel;
-            bool inside;
-            if (slot >= SLOTS) continue;
-            if (pixel_of<HALO>(slot, tile, batch, pixel, inside)) {
-                v[e] = combined(v[e], y[e]);
-                if (mine && inside) *(uint4*)(out + (long)pixel * (D * SO)) = v[e];
-            }
-            store_shared(to + slot * PITCH_H + c * 2, v[e]);
-        }
-    }
-};
 
 // The same where m_i and z_i of the block's own tile and channels are in shared memory; foreign chunks of m_i and z_i
 // are fetched first, those of z_i before the wait.
@@ -177,76 +85,17 @@ struct SingleTile {
                 },
                 [&](int k, int q, int at) {
                     r[k] = combined(r[k], p[k]);
-                    store_shared(to + slot_of<HALO>(q) * PITCH_H + c * 2, r[k]);
+                    store_shared(to + chunk_at<SO, HALO>(slot_of<HALO>(q), c), r[k]);
                     *(uint4*)(out + (size_t)q * (D * SO)) = r[k];
                 });
 #pragma unroll
         for (int k = 0; k < EACH; k++)
             if (slot[k] >= 0) {
                 const float* at = coefficients + channels[k];
-                store_shared(to + slot[k] * PITCH_H + channels[k] * 2, combine(v[k], y[k], at, at + SO, at + 2 * SO));
+                store_shared(to + chunk_at<SO, HALO>(slot[k], channels[k]), combine(v[k], y[k], at, at + SO, at + 2 * SO));
             }
     }
 };
-
-// m_i = g_i where h_i > 0, g_i = dh_i + acc; dh_i is in `ms` and gives way to m_i, z_i in `zs`. What other blocks will
-// read goes also to global memory. norm: scale, shift, 1/sigma and -mean/sigma of this block's channels.
-__device__ __forceinline__ void put(const float (&acc)[MT][NT][4], float (&sum)[NT][2], float (&products)[NT][2],
-                                    const float* norm, u32 ms, u32 zs, u16* out, int count) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wm = warp / WN, wn = warp % WN;
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-        const int c = (wn * NT + n) * 8 + lane % 4 * 2;
-        const float2 scale = *(float2*)(norm + c), shift = *(float2*)(norm + NB + c);
-        const float2 rstd = *(float2*)(norm + 2 * NB + c), centre = *(float2*)(norm + 3 * NB + c);
-        u32 pres[MT][2], dhs[MT][2];  // all loads before the first store
-#pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int q = pixel_at(wm, m, half * 8 + lane / 4);
-                if (q >= count) continue;
-                pres[m][half] = load_shared1(zs + own_at(q, c * 2));
-                dhs[m][half] = load_shared1(ms + own_at(q, c * 2));
-            }
-#pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int q = pixel_at(wm, m, half * 8 + lane / 4);
-                if (q >= count) continue;
-                const float2 pre = unpack2(pres[m][half]), dh = unpack2(dhs[m][half]);
-                const float a = !RELU || pre.x * scale.x + shift.x > 0 ? acc[m][n][half * 2] + dh.x : 0.f;
-                const float b = !RELU || pre.y * scale.y + shift.y > 0 ? acc[m][n][half * 2 + 1] + dh.y : 0.f;
-                const u32 v = pack2(a, b);
-                store_shared(ms + own_at(q, c * 2), v);
-                if (SINGLE && shared_with_others(q, HALO)) *(u32*)(out + (size_t)q * SO + c) = v;
-                sum[n][0] += a, sum[n][1] += b;
-                products[n][0] += a * (pre.x * rstd.x + centre.x);
-                products[n][1] += b * (pre.y * rstd.y + centre.y);
-            }
-    }
-}
-
-// dx of a warp's tiles.
-__device__ __forceinline__ void put_dx(const float (&extra)[MT][TX][4], u16* dx, int i, int split, const Tile& tile) {
-    if (!DX_TILES || (!DX_SPLIT && split)) return;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wm = warp / WN, wn = warp % WN;
-    u16* out = dx + (size_t)tile.first * (D * SI) + i * SI + (DX_SPLIT ? split * DX_CHANNELS : 0);
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int q = pixel_at(wm, m, half * 8 + lane / 4);
-            if (q >= tile.count) continue;
-#pragma unroll
-            for (int n = 0; n < TX; n++) {
-                const int c = (wn * TX + n) * 8 + lane % 4 * 2;
-                if (c < DX_CHANNELS)
-                    *(u32*)(out + (size_t)q * (D * SI) + c) = pack2(extra[m][n][half * 2], extra[m][n][half * 2 + 1]);
-            }
-        }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* gamma, const float* beta, const u16* z,
@@ -277,11 +126,7 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
     if (SINGLE) single.place(channel, tile);
     for (int i = D - 1; i >= -1; i--) {  // step -1 only makes dz_0 and dx_0
         float sum[NT][2] = {}, products[NT][2] = {};
-        if (i >= 0)
-            for (int c = threadIdx.x; c < NB; c += THREADS) {
-                const Statistics s = statistics(sums, gamma, beta, i, channel + c, pixels, eps);
-                norm[c] = s.scale, norm[NB + c] = s.shift, norm[2 * NB + c] = s.rstd, norm[3 * NB + c] = -s.mean * s.rstd;
-            }
+        if (i >= 0) put_norm(norm, sums, gamma, beta, i, channel, pixels, eps);
         float extra[MT][TX][4];
         for (int t = first_tile; t < tiles; t += tile_stride) {
             if (!SINGLE) tile = tile_at(t, batch);
@@ -321,7 +166,7 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
             __syncthreads();
             if (i >= 0) put(acc, sum, products, norm, ms, zs, out, tile.count);
             if (!SINGLE) {  // before the next tile overwrites the shared ones
-                if (i < D - 1) put_dx(extra, dx, i + 1, split, tile);
+                if (i < D - 1) put_dx(extra, 0, dx, i + 1, split, tile);
                 __syncthreads();
                 if (i >= 0) put_own(out, ms, SO, tile.count);
             }
@@ -331,10 +176,9 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
             arrive(counters + i);
         }
         if (SINGLE) {
-            if (i < D - 1) put_dx(extra, dx, i + 1, split, tile);
+            if (i < D - 1) put_dx(extra, 0, dx, i + 1, split, tile);
             if (i >= 0) single.fetch_z(z, i, tile);
         }
     }
-    for (int e = blockIdx.x * THREADS + threadIdx.x; e < 2 * D * SO; e += gridDim.x * THREADS)
-        totals[e] = total(grad_sums, e / (D * SO), e / SO % D, e % SO);
+    put_totals(totals, grad_sums);
 }

@@ -4,10 +4,14 @@
 // IMAGES x ROWS x W (the tile: whole images, or rows of one image), NB (output channels a block), MT x NT (tiles of
 // 16 pixels and of 8 channels a warp), WM x WN (warps), STACKED (a warp's tiles of 16 pixels lie below each other, else
 // behind each other), SINGLE (one tile a block) or else PREFETCH (the next tile is fetched while one is convolved), FP16
-// (else bfloat16).
+// (else bfloat16); WIDE: convolutions by warpgroups, see planes.cuh.
 //
 // Maps are rows of channels: pixel p = (n*H + y)*W + x, channel c of step i at p*(D*S) + i*S + c. The pixels of a tile
 // follow each other in memory.
+
+#ifndef WIDE
+#define WIDE 0
+#endif
 
 constexpr int PIXELS = IMAGES * ROWS * W;           // of a tile
 constexpr int TILES_A_MAP = (H + ROWS - 1) / ROWS;  // 1 where a tile is whole images
@@ -18,6 +22,22 @@ __host__ __device__ constexpr int pitch_of(int channels) {
     return (round_up(channels, 8) / 8 + (round_up(channels, 8) / 8 + 1) % 2) * 16;
 }
 __host__ __device__ constexpr int slots_of(int halo) { return IMAGES * (ROWS + 2 * halo) * (W + 2 * halo); }
+
+// A tile with its halo in shared memory: rows of channels, or, WIDE, planes of 8 channels, 16 bytes a slot. A plane has so
+// many slots more that chunks of the same slot, and of the next where there are fewer than 8, lie in different banks.
+__host__ __device__ constexpr int plane_of(int channels, int slots) {
+    const int chunks = round_up(channels, 8) / 8, turn = chunks == 2 ? 4 : chunks == 4 ? 2 : chunks == 1 ? 0 : 1;
+    return (slots + (8 + turn - slots % 8) % 8) * 16;
+}
+template <int CHANNELS, int HALO>
+__host__ __device__ constexpr int bytes_of() {
+    return WIDE ? round_up(CHANNELS, 8) / 8 * plane_of(CHANNELS, slots_of(HALO)) : slots_of(HALO) * pitch_of(CHANNELS);
+}
+// Where channel c, the first of 8 (or of 4), of a slot lies.
+template <int CHANNELS, int HALO>
+__device__ __forceinline__ u32 chunk_at(int slot, int c) {
+    return WIDE ? c / 8 * plane_of(CHANNELS, slots_of(HALO)) + slot * 16 + c % 8 * 2 : slot * pitch_of(CHANNELS) + c * 2;
+}
 
 // A value that the compiler cannot compute ahead: what follows from it is worked out where it is needed, rather than
 // held in registers for the whole kernel.
@@ -62,8 +82,13 @@ __device__ __forceinline__ int slot_of(int q) {
 
 // Pixel p of 16 of tile m of a warp. STACKED: of the same 16 columns, one row below that of tile m - 1; of maps that are
 // 8 wide, 8 pixels of two strips of MT rows each.
+// WIDE: of two rows of 8 of the patch of 8 x 8 that is tile m of a warpgroup.
 __device__ __forceinline__ int pixel_at(int wm, int m, int p) {
     constexpr int ACROSS = W < 16 ? 1 : W / 16;
+    if (WIDE) {
+        const int patch = wm / 4 * MT + m, row = patch / (W / 8) * 8 + wm % 4 * 2 + p / 8;
+        return row * W + patch % (W / 8) * 8 + p % 8;
+    }
     if (!STACKED) return (wm * MT + m) * 16 + p;
     if (W == 8) return ((wm * 2 + p / 8) * MT + m) * 8 + p % 8;
     return (wm / ACROSS * MT + m) * W + wm % ACROSS * 16 + p;
@@ -113,17 +138,37 @@ __device__ __forceinline__ bool shared_with_others(int q, int halo) {
     return SPLITS > 1 || (TILES_A_MAP > 1 && (q < halo * W || q >= (ROWS - halo) * W));
 }
 
-// Copy a segment of CHANNELS of every slot of a tile, zeros outside the map.
-template <int HALO, int CHANNELS, int PITCH>
+// What is fetched of a tile with its halo. WIDE: what can lie in the map, and the rest is cleared once for all; else every
+// slot.
+constexpr bool TALLER = TILES_A_MAP > 1;  // than itself, by a row above and below
+template <int HALO>
+__host__ __device__ constexpr int items_of() {
+    return WIDE ? PIXELS + 2 * W * TALLER : slots_of(HALO);
+}
+template <int HALO>
+__device__ __forceinline__ bool item(unsigned e, const Tile& tile, int batch, int& slot, int& pixel, bool& inside) {
+    if (!WIDE) {
+        slot = e;
+        return pixel_of<HALO>(slot, tile, batch, pixel, inside);
+    }
+    const unsigned line = e / W, column = e % W, image = TALLER ? 0 : line / ROWS;
+    slot = (line + (TALLER ? 0 : image * 2 + 1)) * (W + 2) + column + 1;
+    pixel = (int)e - W * TALLER;
+    inside = !TALLER || (line > 0 && line <= ROWS);
+    return TALLER ? (unsigned)(tile.row + (int)line - 1) < H : pixel < tile.count;
+}
+
+// Copy a segment of CHANNELS of a tile, zeros outside the map.
+template <int HALO, int CHANNELS>
 __device__ __forceinline__ void copy_tile(u32 to, const u16* from, int stride, const Tile& tile, int batch) {
     constexpr int VECTOR = CHANNELS % 8 == 0 ? 8 : 4, CHUNKS = CHANNELS / VECTOR;
-    for (int e = thread_number(); e < slots_of(HALO) * CHUNKS; e += THREADS) {
-        const int slot = e / CHUNKS, chunk = e % CHUNKS;
-        int pixel;
+    for (int e = thread_number(); e < items_of<HALO>() * CHUNKS; e += THREADS) {
+        const int chunk = e % CHUNKS;
+        int slot, pixel;
         bool inside;
-        const bool ok = pixel_of<HALO>(slot, tile, batch, pixel, inside);
+        const bool ok = item<HALO>(e / CHUNKS, tile, batch, slot, pixel, inside);
         const u16* source = ok ? from + (size_t)(tile.first + pixel) * stride + chunk * VECTOR : from;
-        copy_async<VECTOR * 2>(to + slot * PITCH + chunk * VECTOR * 2, source, ok);
+        copy_async<VECTOR * 2>(to + chunk_at<CHANNELS, HALO>(slot, chunk * VECTOR), source, ok);
     }
 }
 
@@ -275,6 +320,12 @@ __device__ __forceinline__ float total(const float* sums, int which, int step, i
 #pragma unroll
     for (int r = 0; r < COPIES; r++) v += load_fresh(sums + ((r * 2 + which) * D + step) * SO + c);
     return v;
+}
+
+// Both sums of all steps, once all blocks have added theirs.
+__device__ __forceinline__ void put_totals(float* totals, const float* sums) {
+    for (int e = blockIdx.x * THREADS + threadIdx.x; e < 2 * D * SO; e += gridDim.x * THREADS)
+        totals[e] = total(sums, e / (D * SO), e / SO % D, e % SO);
 }
 
 // Add a warp's column sums (two a thread and tile of 8 channels, over the rows of its lanes) to the step's totals.

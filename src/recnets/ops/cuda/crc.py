@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from recnets.ops.cuda import kernels, nvrtc, plan
+from recnets.ops.cuda import grad_plan, kernels, nvrtc, plan
+from recnets.ops.cuda.grad_plan import GradPlan
 from recnets.ops.cuda.kernels import multiprocessors
 from recnets.ops.cuda.plan import Layer, cdiv
 
@@ -23,17 +25,22 @@ def layer_of(rows: Tensor, weight_x: Tensor, weight_h: Tensor, d: int) -> Layer:
     return Layer(n, h, w, d, weight_x.shape[1], weight_x.shape[0], weight_x.shape[-1], weight_h.shape[-1])
 
 
+def step(name: str, layer: Layer, index: int) -> plan.Plan | None:
+    """The plan of "forward" or "backward" on CUDA device `index`."""
+    return plan.step(name, layer, multiprocessors(index), kernels.has_wgmma(index))
+
+
 def supports(x: Tensor, layer: Layer) -> bool:
     """Is there a plan for every kernel of this layer on this device?"""
     if not kernels.takes(x):
         return False
     count = multiprocessors(x.get_device())
     return (
-        plan.step("forward", layer, count) is not None
-        and plan.step("backward", layer, count) is not None
+        step("forward", layer, x.get_device()) is not None
+        and step("backward", layer, x.get_device()) is not None
         and plan.input_grad(layer, count) is not None
-        and plan.weight_grad(layer, layer.si, layer.kx, False) is not None
-        and plan.weight_grad(layer, layer.so, layer.kh, False) is not None
+        and grad_plan.weight_grad(layer, layer.si, layer.kx, False) is not None
+        and grad_plan.weight_grad(layer, layer.so, layer.kh, False) is not None
     )
 
 
@@ -44,12 +51,11 @@ def _kernel(name: str, x: Tensor, defines: dict[str, int], shared: int) -> nvrtc
 @cache
 def _prepare(layer: Layer, dtype: torch.dtype, index: int, batch: bool, relu: bool) -> None:
     """Start compiling what the backward pass will need, while the forward pass is compiled and runs."""
-    backward = plan.step("backward", layer, multiprocessors(index))
-    grad = plan.weight_grad(layer, layer.so, layer.kh, True, kernels.has_wgmma(index))
+    backward = step("backward", layer, index)
+    grad = grad_plan.weight_grad(layer, layer.so, layer.kh, True, kernels.has_wgmma(index))
     if backward is not None:
-        kernels.compile_ahead(
-            "backward", dtype, index, {**backward.defines(layer), **sigma_defines(batch=batch, relu=relu)}
-        )
+        constants = {**backward.defines(layer), **sigma_defines(batch=batch, relu=relu)}
+        kernels.compile_ahead(backward.kernel("backward"), dtype, index, constants)
     if grad is not None:
         kernels.compile_ahead(grad.kernel, dtype, index, grad.defines(layer, layer.so, layer.kh, 1))
 
@@ -61,27 +67,59 @@ class Job(ctypes.Structure):
         ("w", ctypes.c_void_p), ("out", ctypes.c_void_p),
         ("stride_co", ctypes.c_long), ("stride_ci", ctypes.c_long), ("stride_tap", ctypes.c_long),
         ("total", ctypes.c_int), ("channels", ctypes.c_int), ("outputs", ctypes.c_int), ("taps", ctypes.c_int),
-        ("nb", ctypes.c_int), ("transposed", ctypes.c_int),
+        ("nb", ctypes.c_int), ("transposed", ctypes.c_int), ("columns", ctypes.c_int), ("first", ctypes.c_int),
+        ("apart", ctypes.c_int),
     )  # fmt: skip
 
 
+class Order(NamedTuple):
+    """How a kernel is packed, see pack.cuh: `nb` outputs together; with `columns`, for so many blocks, as factors.
+
+    Such a kernel that does not begin with the first column lies beside the one before it.
+    """
+
+    nb: int
+    columns: int = 0
+    first: int = 0
+    apart: int = 0
+    blocks: int = 1
+
+
+def _orders(name: str, chosen: plan.Plan, layer: Layer, narrow: plan.Plan | None) -> tuple[Order, Order]:
+    """Of W_h and W_x, in a pass by this plan; `narrow` is that of dx where it is computed apart."""
+    nb, splits, dx = chosen.nb, layer.so // chosen.nb, 8 * chosen.dx_tiles
+    if not chosen.wide:
+        return Order(nb), Order(nb if narrow is None else chosen.dx or narrow.nb)
+    if name == "forward":
+        return Order(nb, nb, 0, nb, splits), Order(nb, nb, 0, nb, splits)
+    of_h = Order(nb, nb + dx, 0, nb, splits)
+    if dx:
+        return of_h, Order(dx, nb + dx, nb, dx if chosen.dx_split else 0, splits)
+    assert narrow is not None
+    return of_h, Order(narrow.nb)
+
+
 def pack(
-    weights: tuple[Tensor, Tensor], blocks: tuple[int, int], like: Tensor, sums: Sums, *, transposed: bool
+    weights: tuple[Tensor, Tensor], orders: tuple[Order, Order], like: Tensor, sums: Sums, *, transposed: bool
 ) -> list[Tensor]:
-    """Two kernels (c_out, c_in, k, k) in the order of pack.cuh, `blocks` outputs together; `sums` become zero.
+    """Two kernels (c_out, c_in, k, k) in these orders; `sums` become zero.
 
     `transposed` gives those of the gradient's convolution.
     """
-    jobs, packed, kept = [], [], []
-    for weight, nb in zip(weights, blocks, strict=True):
+    jobs: list[Job] = []
+    packed: list[Tensor] = []
+    kept: list[Tensor] = []
+    for weight, order in zip(weights, orders, strict=True):
         c_out, c_in, k, _ = weight.shape
         channels, outputs = (c_out, c_in) if transposed else (c_in, c_out)
-        size = plan.packed_bytes(channels, k, plan.round_up(outputs, nb)) // 2
-        packed.append(torch.empty(size, dtype=like.dtype, device=like.device))
+        rounded = order.blocks * order.nb if order.columns else plan.round_up(outputs, order.nb)
+        total = plan.packed_bytes(channels, k, rounded) // 2
+        size = total // order.nb * order.columns if order.columns else total
+        packed.append(packed[-1] if order.first else torch.empty(size, dtype=like.dtype, device=like.device))
         kept.append(weight.detach().float())
         strides = (kept[-1].stride(0), kept[-1].stride(1), kept[-1].stride(3))
         pointers = (kept[-1].data_ptr(), packed[-1].data_ptr())
-        jobs.append(Job(*pointers, *strides, size, channels, outputs, k * k, nb, int(transposed)))
+        jobs.append(Job(*pointers, *strides, total, channels, outputs, k * k, order.nb, int(transposed), *order[1:4]))
     kernel = _kernel("pack", like, {"THREADS": 256}, 0)
     count = sums.zeros.numel()
     kernel((cdiv(max(count, *(job.total for job in jobs)), 256), 3, 1), *jobs, sums.zeros, count)
@@ -148,19 +186,18 @@ def forward(
     `statistics`, mean and variance as (2, d, s_out), take the place of the sums where they are known.
     """
     device = x.get_device()
-    chosen = plan.step("forward", layer, multiprocessors(device))
+    chosen = step("forward", layer, device)
     assert chosen is not None
     _prepare(layer, x.dtype, device, statistics is None, relu)
-    kernel = _kernel(
-        "forward", x, {**chosen.defines(layer), **sigma_defines(batch=statistics is None, relu=relu)}, chosen.shared
-    )
+    constants = {**chosen.defines(layer), **sigma_defines(batch=statistics is None, relu=relu)}
+    kernel = _kernel(chosen.kernel("forward"), x, constants, chosen.shared)
     z = torch.empty(layer.n, layer.h, layer.w, layer.d * layer.so, dtype=x.dtype, device=x.device)
     h = torch.empty_like(z)
     sums = Sums(layer, x.device, statistics)
-    packed = pack((weight_x, weight_h), (chosen.nb, chosen.nb), x, sums, transposed=False)
+    packed_h, packed_x = pack((weight_h, weight_x), _orders("forward", chosen, layer, None), x, sums, transposed=False)
     kernel(
-        _grid(kernel, chosen, layer, device), x, *packed, gamma.float().contiguous(), beta.float().contiguous(), z, h,
-        sums.copies, sums.counters, sums.total, layer.n, float(eps), cooperative=True,
+        _grid(kernel, chosen, layer, device), x, packed_x, packed_h, gamma.float().contiguous(),
+        beta.float().contiguous(), z, h, sums.copies, sums.counters, sums.total, layer.n, float(eps), cooperative=True,
     )  # fmt: skip
     return h, z, sums.total
 
@@ -171,17 +208,19 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dW_x, dW_h, the sums (2, d, s_out) that are the gradients of β and γ)."""
     device, count = x.get_device(), multiprocessors(x.get_device())
-    chosen = plan.step("backward", layer, count)
+    chosen = step("backward", layer, device)
     assert chosen is not None
-    kernel = _kernel("backward", x, {**chosen.defines(layer), **sigma_defines(batch=batch, relu=relu)}, chosen.shared)
+    constants = {**chosen.defines(layer), **sigma_defines(batch=batch, relu=relu)}
+    kernel = _kernel(chosen.kernel("backward"), x, constants, chosen.shared)
     grad_sums = Sums(layer, x.device)
     masked = torch.empty(2, layer.n * layer.h * layer.w, layer.so, dtype=x.dtype, device=x.device)
     dz = torch.empty_like(z)
     dx = torch.empty_like(x)
     narrow = plan.input_grad(layer, count)
     assert narrow is not None
-    together = (chosen.dx or narrow.nb, chosen.nb)
-    packed_x, packed_h = pack((weight_x, weight_h), together, x, grad_sums, transposed=True)
+    packed_h, packed_x = pack(
+        (weight_h, weight_x), _orders("backward", chosen, layer, narrow), x, grad_sums, transposed=True
+    )
     kernel(
         _grid(kernel, chosen, layer, device), dh, packed_h, packed_x, gamma.float().contiguous(),
         beta.float().contiguous(), z, sums, masked, dz, dx, grad_sums.copies, grad_sums.counters, grad_sums.total,
@@ -197,9 +236,9 @@ def backward(
 
 def weight_grads(x: Tensor, h: Tensor, dz: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
     """Parts (parts, taps, channels, s_out) of the gradients of W_x and of W_h."""
-    along = plan.weight_grad(layer, layer.so, layer.kh, True, kernels.has_wgmma(x.get_device()))
+    along = grad_plan.weight_grad(layer, layer.so, layer.kh, True, kernels.has_wgmma(x.get_device()))
     if along is None or layer.d == 1:
-        alone = (plan.weight_grad(layer, s, k, False) for s, k in ((layer.si, layer.kx), (layer.so, layer.kh)))
+        alone = (grad_plan.weight_grad(layer, s, k, False) for s, k in ((layer.si, layer.kx), (layer.so, layer.kh)))
         of_x, of_h = alone
         assert of_x is not None
         assert of_h is not None
@@ -213,7 +252,15 @@ def weight_grads(x: Tensor, h: Tensor, dz: Tensor, layer: Layer) -> tuple[Tensor
 
 
 def _weight_grad(
-    a: Tensor, x: Tensor | None, dz: Tensor, layer: Layer, chosen: plan.GradPlan, channels: int, size: int, *, lag: int
+    a: Tensor,
+    x: Tensor | None,
+    dz: Tensor,
+    layer: Layer,
+    chosen: GradPlan,
+    channels: int,
+    size: int,
+    *,
+    lag: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Parts of the gradient of a kernel whose input at step i is a_{i-lag}, and of W_x where x comes along."""
     taps = size * size

@@ -7,114 +7,9 @@
 // and its halo into shared memory and out, then the convolutions, z_i and its sums. While a block waits, it computes
 // the part of x of its next tile.
 
-constexpr int HALO_X = KX / 2, HALO_H = KH / 2, COLUMNS_X = W + 2 * HALO_X, COLUMNS_H = W + 2 * HALO_H;
+constexpr int COLUMNS_X = W + 2 * HALO_X, COLUMNS_H = W + 2 * HALO_H;
 constexpr int PITCH_X = pitch_of(SI), PITCH_H = pitch_of(SO), PAIRS = NB / 16;
 constexpr int BYTES_WX = steps_of(SI, KX) * NB * 32, BYTES_WH = steps_of(SO, KH) * NB * 32;
-constexpr int BYTES_X = slots_of(HALO_X) * PITCH_X, BYTES_H = slots_of(HALO_H) * PITCH_H;
-
-// BN of step i as z*scale + shift, for all channels.
-__device__ __forceinline__ void affine(float* scale, float* shift, const float* sums, const float* totals,
-                                       const float* gamma, const float* beta, int i, float pixels, float eps) {
-    for (int c = threadIdx.x; c < SO; c += THREADS) {
-        const float mean = BATCH ? total(sums, 0, i, c) / pixels : totals[i * SO + c];
-        const float var = fmaxf(BATCH ? total(sums, 1, i, c) / pixels - mean * mean : totals[(D + i) * SO + c], 0.f);
-        const float s = gamma[i * SO + c] * rsqrtf(var + eps);
-        scale[c] = s;
-        shift[c] = beta[i * SO + c] - mean * s;
-    }
-    __syncthreads();
-}
-
-__device__ __forceinline__ float activated(float v) { return RELU ? relu(v) : v; }
-
-// ReLU(z*scale + shift) of 8 channels.
-__device__ __forceinline__ uint4 sigma(uint4 v, const float* scale, const float* shift) {
-    u32* word = &v.x;
-#pragma unroll
-    for (int w = 0; w < 4; w++) {
-        const float2 f = unpack2(word[w]);
-        word[w] = pack2(activated(f.x * scale[2 * w] + shift[2 * w]), activated(f.y * scale[2 * w + 1] + shift[2 * w + 1]));
-    }
-    return v;
-}
-
-// h_i of a tile, z_i from global memory: into shared memory with its halo (KEEP), and this block's channels into h.
-template <int HALO, bool KEEP>
-__device__ __forceinline__ void activate(u32 to, const u16* z, u16* h, const float* scale, const float* shift, int i,
-                                         int channel, const Tile& tile, int batch) {
-    constexpr int SLOTS = slots_of(HALO), LOADERS = THREADS / CHUNKS;
-    constexpr int EACH = (SLOTS + LOADERS - 1) / LOADERS, AT_ONCE = EACH < 4 ? EACH : 4;
-    const int c = threadIdx.x % CHUNKS * 8, loader = threadIdx.x / CHUNKS;
-    if (loader >= LOADERS) return;
-    const bool mine = c >= channel && c < channel + NB;
-    if (!KEEP && !mine) return;
-    float s[8], t[8];
-#pragma unroll
-    for (int k = 0; k < 8; k++) s[k] = scale[c + k], t[k] = shift[c + k];
-    const u16* from = z + (size_t)tile.first * (D * SO) + i * SO + c;
-    u16* out = h + (size_t)tile.first * (D * SO) + i * SO + c;
-    for (int slot0 = loader; slot0 < SLOTS; slot0 += LOADERS * AT_ONCE) {
-        uint4 v[AT_ONCE];
-        int pixel[AT_ONCE];
-        bool ok[AT_ONCE], inside[AT_ONCE];
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            const int slot = slot0 + k * LOADERS;
-            ok[k] = slot < SLOTS && pixel_of<HALO>(slot, tile, batch, pixel[k], inside[k]);
-            v[k] = make_uint4(0, 0, 0, 0);
-            if (ok[k]) v[k] = load_fresh(from + (long)pixel[k] * (D * SO));
-        }
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            const int slot = slot0 + k * LOADERS;
-            if (ok[k]) v[k] = sigma(v[k], s, t);
-            if (ok[k] && mine && inside[k]) *(uint4*)(out + (long)pixel[k] * (D * SO)) = v[k];
-            if (KEEP && slot < SLOTS) store_shared(to + slot * PITCH_H + c * 2, v[k]);
-        }
-    }
-}
-
-// With PREFETCH z_i is fetched into registers while the tile before is convolved.
-struct NextTile {
-    static constexpr int SLOTS = slots_of(HALO_H), LOADERS = THREADS / CHUNKS, EACH = (SLOTS + LOADERS - 1) / LOADERS;
-    uint4 v[EACH];
-
-    __device__ __forceinline__ void fetch(const u16* z, int i, const Tile& tile, int batch) {
-        const int thread = thread_number(), c = thread % CHUNKS * 8, loader = thread / CHUNKS;
-        const u16* from = z + (size_t)tile.first * (D * SO) + i * SO + c;
-#pragma unroll
-        for (int k = 0; k < EACH; k++) {
-            const int slot = loader + k * LOADERS;
-            int pixel;
-            bool inside;
-            v[k] = make_uint4(0, 0, 0, 0);
-            if (loader < LOADERS && slot < SLOTS && pixel_of<HALO_H>(slot, tile, batch, pixel, inside))
-                v[k] = load_fresh(from + (long)pixel * (D * SO));
-        }
-    }
-    __device__ __forceinline__ void activate(u32 to, u16* h, const float* scale, const float* shift, int i, int channel,
-                                             const Tile& tile, int batch) {
-        const int thread = thread_number(), c = thread % CHUNKS * 8, loader = thread / CHUNKS;
-        if (loader >= LOADERS) return;
-        const bool mine = c >= channel && c < channel + NB;
-        float s[8], t[8];
-#pragma unroll
-        for (int k = 0; k < 8; k++) s[k] = scale[c + k], t[k] = shift[c + k];
-        u16* out = h + (size_t)tile.first * (D * SO) + i * SO + c;
-#pragma unroll
-        for (int k = 0; k < EACH; k++) {
-            const int slot = loader + k * LOADERS;
-            int pixel;
-            bool inside;
-            if (slot >= SLOTS) continue;
-            if (pixel_of<HALO_H>(slot, tile, batch, pixel, inside)) {
-                v[k] = sigma(v[k], s, t);
-                if (mine && inside) *(uint4*)(out + (long)pixel * (D * SO)) = v[k];
-            }
-            store_shared(to + slot * PITCH_H + c * 2, v[k]);
-        }
-    }
-};
 
 // The same where z_i of the block's own tile and channels is in shared memory, `zs`; foreign chunks are fetched first.
 struct SingleTile {
@@ -143,39 +38,15 @@ struct SingleTile {
         for_own(tile.count, [&](int k, int q, int at) { a[k] = load_shared(zs + own_at(q, at)); },
                 [&](int k, int q, int at) {
                     a[k] = sigma(a[k], s, t);
-                    store_shared(to + slot_of<HALO_H>(q) * PITCH_H + c * 2, a[k]);
+                    store_shared(to + chunk_at<SO, HALO_H>(slot_of<HALO_H>(q), c), a[k]);
                     *(uint4*)(out + (size_t)q * (D * SO)) = a[k];
                 });
 #pragma unroll
         for (int k = 0; k < EACH; k++)
             if (slot[k] >= 0)
-                store_shared(to + slot[k] * PITCH_H + channels[k] * 2, sigma(v[k], scale + channels[k], shift + channels[k]));
+                store_shared(to + chunk_at<SO, HALO_H>(slot[k], channels[k]), sigma(v[k], scale + channels[k], shift + channels[k]));
     }
 };
-
-// z_i of a warp's tiles into `zs`, what other blocks will read also to global memory; and its sums.
-__device__ __forceinline__ void put(const float (&acc)[MT][NT][4], float (&sum)[NT][2], float (&squares)[NT][2], u32 zs,
-                                    u16* out, int count) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wm = warp / WN, wn = warp % WN;
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int q = pixel_at(wm, m, half * 8 + lane / 4);
-            if (q >= count) continue;
-            const bool now = SINGLE && shared_with_others(q, HALO_H);
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                const int c = (wn * NT + n) * 8 + lane % 4 * 2;
-                const float a = acc[m][n][half * 2], b = acc[m][n][half * 2 + 1];
-                const u32 v = pack2(a, b);
-                store_shared(zs + own_at(q, c * 2), v);
-                if (now) *(u32*)(out + (size_t)q * (D * SO) + c) = v;
-                sum[n][0] += a, sum[n][1] += b;
-                squares[n][0] += a * a, squares[n][1] += b * b;
-            }
-        }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gamma, const float* beta, u16* z, u16* h,
@@ -203,7 +74,7 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
     copy_block(wx, packed_x + (size_t)split * (BYTES_WX / 2), BYTES_WX);
     copy_block(wh, packed_h + (size_t)split * (BYTES_WH / 2), BYTES_WH);
     Tile tile = tile_at(first_tile, batch);
-    copy_tile<HALO_X, SI, PITCH_X>(xs, x, D * SI, tile, batch);
+    copy_tile<HALO_X, SI>(xs, x, D * SI, tile, batch);
     copy_commit();
     SingleTile single;
     NextTile next;
@@ -224,7 +95,7 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
                     affine(scale, shift, sums, totals, gamma, beta, i - 1, pixels, eps);
                 }
             } else if (!PREFETCH) {
-                copy_tile<HALO_X, SI, PITCH_X>(xs, x + i * SI, D * SI, tile, batch);
+                copy_tile<HALO_X, SI>(xs, x + i * SI, D * SI, tile, batch);
                 copy_commit();
             }
             if (i > 0) {
@@ -239,12 +110,12 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
                 if (PREFETCH) __syncthreads();
             }
             // What comes next arrives during the convolution: copies that are under way at the arrival would delay it.
-            if (SINGLE && i + 1 < D) copy_tile<HALO_X, SI, PITCH_X>(xs, x + (i + 1) * SI, D * SI, tile, batch);
+            if (SINGLE && i + 1 < D) copy_tile<HALO_X, SI>(xs, x + (i + 1) * SI, D * SI, tile, batch);
             if (PREFETCH) {
                 const bool more = t + tile_stride < tiles;
                 const Tile following = tile_at(more ? t + tile_stride : first_tile, batch);
                 if (more || i + 1 < D)
-                    copy_tile<HALO_X, SI, PITCH_X>(xs, x + (more ? i : i + 1) * SI, D * SI, following, batch);
+                    copy_tile<HALO_X, SI>(xs, x + (more ? i : i + 1) * SI, D * SI, following, batch);
                 if (more && i > 0) next.fetch(z, i - 1, following, batch);
             }
             copy_commit();
@@ -258,7 +129,7 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
         }
         if (!SINGLE && !PREFETCH && i + 1 < D) {
             tile = tile_at(first_tile, batch);
-            copy_tile<HALO_X, SI, PITCH_X>(xs, x + (i + 1) * SI, D * SI, tile, batch);
+            copy_tile<HALO_X, SI>(xs, x + (i + 1) * SI, D * SI, tile, batch);
             copy_commit();
         }
         if (BATCH) add_sums(sum, squares, scratch, sums, i, channel);
@@ -278,6 +149,5 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
     } else
         for (int t = first_tile; t < tiles; t += tile_stride)
             activate<0, false>(hs, z, h, scale, shift, D - 1, channel, tile_at(t, batch), batch);
-    for (int e = blockIdx.x * THREADS + threadIdx.x; BATCH && e < 2 * D * SO; e += gridDim.x * THREADS)
-        totals[e] = total(sums, e / (D * SO), e / SO % D, e % SO);
+    if (BATCH) put_totals(totals, sums);
 }

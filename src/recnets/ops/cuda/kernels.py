@@ -11,7 +11,12 @@ from torch import Tensor
 from recnets.ops.cuda import nvrtc, plan
 
 TILES = ("half.cuh", "memory.cuh", "common.cuh")
+WIDE = (*TILES, "wgmma.cuh", "planes.cuh")
 FILES = {
+    "forward": (*TILES, "forward.cuh", "forward.cu"),
+    "forward_wide": (*WIDE, "forward.cuh", "forward_wide.cu"),
+    "backward": (*TILES, "backward.cuh", "backward.cu"),
+    "backward_wide": (*WIDE, "backward.cuh", "backward_wide.cu"),
     "add_parts": ("add_parts.cu",),
     "inference": (*TILES, "cluster.cuh", "inference.cu"),
     "pack": ("half.cuh", "pack.cuh", "pack.cu"),

@@ -76,7 +76,13 @@ def _compile(source: str, arch: str, options: Sequence[str]) -> tuple[bytes, str
     program = ctypes.c_void_p()
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"recnets.cu", 0, None, None):
         raise RuntimeError("NVRTC could not start")
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--use_fast_math", *options]
+    options = [
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        "--use_fast_math",
+        "--device-as-default-execution-space",
+        *options,
+    ]
     array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     try:
         failed = nvrtc.nvrtcCompileProgram(program, len(options), array)

@@ -27,8 +27,14 @@ def pitch(channels: int) -> int:
 
 
 def packed_bytes(channels: int, kernel: int, outputs: int) -> int:
-    """Bytes of a kernel packed for the tensor cores, see pack.cuh."""
+    """Bytes of a kernel packed for the tensor cores, in either order of pack.cuh."""
     return cdiv(kernel * kernel * round_up(channels, 8), 16) * outputs * 32
+
+
+def plane(channels: int, slots: int) -> int:
+    """Bytes of 8 channels of a tile in shared memory, see common.cuh."""
+    chunks = cdiv(channels, 8)
+    return (slots + ({1: 0, 2: 4, 4: 2}.get(chunks, 1) - slots) % 8) * 16
 
 
 class Layer(NamedTuple):
@@ -78,6 +84,11 @@ class Plan(NamedTuple):
     dx_split: bool = False  # the blocks of a tile share the channels of dx out
     prefetch: bool = False  # the next tile is fetched while one is convolved
     stacked: bool = False  # a warp's tiles of 16 pixels lie below each other
+    wide: bool = False  # by forward_wide.cu or backward_wide.cu
+    buffers: int = 1  # of these: tiles in shared memory
+
+    def kernel(self, name: str) -> str:
+        return f"{name}_wide" if self.wide else name
 
     def defines(self, layer: Layer) -> dict[str, int]:
         return {
@@ -85,7 +96,7 @@ class Plan(NamedTuple):
             "DX_SPLIT": int(self.dx_split), "PREFETCH": int(self.prefetch), "STACKED": int(self.stacked),
             "H": layer.h, "W": layer.w, "D": layer.d, "SI": layer.si, "SO": layer.so, "KX": layer.kx, "KH": layer.kh,
             "IMAGES": self.tile.images, "ROWS": self.tile.rows, "NB": self.nb, "WM": self.wm, "WN": self.wn,
-            "MT": self.mt, "NT": self.nt, "RESIDENT": self.resident,
+            "MT": self.mt, "NT": self.nt, "RESIDENT": self.resident, "WIDE": int(self.wide), "BUFFERS": self.buffers,
         }  # fmt: skip
 
 
@@ -188,11 +199,57 @@ def stackable(cut: Plan, layer: Layer) -> bool:
     return layer.kh == 3 and whole and (layer.w == 8 or layer.w % 16 == 0)
 
 
-def _tuned_step(name: str, layer: Layer, multiprocessors: int) -> Plan | None:
+PATCH = 64  # pixels of a product of a warpgroup
+MOST_COLUMNS = 88  # outputs of such a product, see wgmma.cuh
+
+
+def wide_plan_of(name: str, layer: Layer, tile: Tile, groups: int, buffers: int, resident: int) -> Plan | None:
+    """The plan of a step by wgmma with so many warpgroups, or None where its kernel does not take the layer or tile."""
+    nb, pixels = block_channels(layer.so), tile.pixels(layer)
+    if nb is None or layer.kx != 3 or layer.kh != 3 or layer.w % 8 or tile.rows % 8 or pixels % (PATCH * groups):
+        return None
+    if layer.si % 4 or (name == "backward" and layer.si > layer.so):
+        return None
+    dx_tiles, split = 0, False
+    if name == "backward":
+        splits = layer.so // nb
+        split = splits > 1 and layer.si % (8 * splits) == 0
+        dx_tiles = cdiv(layer.si // splits if split else layer.si, 8)
+        dx_tiles = dx_tiles if nb + 8 * dx_tiles <= MOST_COLUMNS else 0
+    own, wm = own_bytes(pixels, nb), 4 * groups
+    shared = packed_bytes(layer.so, 3, nb + 8 * dx_tiles) + own
+    tiles = cdiv(layer.so, 8) * plane(layer.so, tile.slots(layer, 3))
+    if name == "forward":
+        tiles += cdiv(layer.si, 8) * plane(layer.si, tile.slots(layer, 3))
+        shared += packed_bytes(layer.si, 3, nb) + (2 * layer.so + wm * 2 * nb) * 4
+    else:
+        shared += own + (max(3 * layer.so, wm * 2 * nb) + 4 * nb) * 4
+    shared += buffers * tiles
+    if shared > SHARED or resident * (shared + 1024) > SHARED + 1024:
+        return None
+    shape = (wm, 1, pixels // (PATCH * groups), nb // 8)
+    return Plan(
+        tile,
+        nb,
+        *shape,
+        resident,
+        shared,
+        dx=8 * dx_tiles,
+        dx_tiles=dx_tiles,
+        dx_split=split,
+        wide=True,
+        buffers=buffers,
+    )
+
+
+def _tuned_step(name: str, layer: Layer, multiprocessors: int, wgmma: bool) -> Plan | None:
     """The plan that was measured to be the fastest, where there is one and it fits these kernels."""
     kept = tuned.choice(name, layer, multiprocessors)
-    if kept is None:
+    if kept is None or (kept["wide"] and not wgmma):
         return None
+    if kept["wide"]:
+        tile = Tile(kept["images"], kept["rows"])
+        return wide_plan_of(name, layer, tile, kept["wm"] // 4, kept["buffers"], kept["resident"])
     shape = (kept["wm"], kept["wn"], kept["mt"], kept["nt"])
     cut = plan_of(name, layer, Tile(kept["images"], kept["rows"]), kept["nb"], shape, multiprocessors)
     if cut is None or (kept["stacked"] and not stackable(cut, layer)):
@@ -217,14 +274,14 @@ def _candidate(name: str, layer: Layer, tile: Tile, nb: int, multiprocessors: in
 
 
 @cache
-def step(name: str, layer: Layer, multiprocessors: int) -> Plan | None:
-    """The plan of "forward" or "backward", or None where the layer does not fit."""
+def step(name: str, layer: Layer, multiprocessors: int, wgmma: bool = False) -> Plan | None:
+    """The plan of "forward" or "backward", or None where the layer does not fit. `wgmma`: the device has it."""
     if (name, layer) in overrides:
         return overrides[name, layer]
     nb = block_channels(layer.so)
     if nb is None or layer.si % 4 or layer.kx not in (1, 3) or layer.kh not in (1, 3):
         return None
-    kept = _tuned_step(name, layer, multiprocessors)
+    kept = _tuned_step(name, layer, multiprocessors, wgmma)
     if kept is not None:
         return kept
     found = [_candidate(name, layer, tile, nb, multiprocessors) for tile in tiles(layer)]
@@ -252,107 +309,4 @@ def input_grad(layer: Layer, multiprocessors: int) -> Plan | None:
         if best is not None and (tile.pixels(layer) > 256 or resident < min(2, best.resident)):
             break
         best = Plan(tile, nb, wm, 1, mt, nt, resident, shared)
-    return best
-
-
-class GradPlan(NamedTuple):
-    """Constants of a weight gradient; `blocks` along (ci, co). `x`: channels of x that come along a block, or 0."""
-
-    tile: Tile
-    ci: int
-    co: int
-    x: int
-    groups: int
-    stages: int
-    shared: int
-    blocks: tuple[int, int]
-    staggered: bool = False  # groups of warps fetch the next tile at different times
-    wide: bool = False  # by weight_grad_wide.cu
-
-    @property
-    def kernel(self) -> str:
-        return "weight_grad_wide" if self.wide else "weight_grad"
-
-    def defines(self, layer: Layer, channels: int, kernel: int, lag: int) -> dict[str, int]:
-        return {
-            "H": layer.h, "W": layer.w, "D": layer.d, "SI": layer.si, "SO": layer.so, "IMAGES": self.tile.images,
-            "ROWS": self.tile.rows, "NB": layer.so, "WM": kernel, "WN": self.groups, "MT": 1, "NT": 2, "RESIDENT": 1,
-            "SINGLE": 0, "STACKED": 0, "CA": channels, "KW": kernel, "LAG": lag, "XB": self.x, "CI_BLOCK": self.ci,
-            "CO_BLOCK": self.co, "STAGES": self.stages, "STAGGERED": int(self.staggered),
-        }  # fmt: skip
-
-
-grad_overrides: dict[tuple[Layer, int, bool], GradPlan] = {}
-CHANNEL_BLOCKS = {16: (16, 16), 32: (32, 32), 48: (48, 16), 64: (32, 32), 80: (40, 16), 96: (32, 32), 128: (32, 32)}
-
-
-def grad_plan_of(
-    layer: Layer, kernel: int, tile: Tile, ci: int, co: int, x: int, groups: int, stages: int, blocks: tuple[int, int]
-) -> GradPlan | None:
-    """The plan with these choices, or None where it does not fit."""
-    slot = pitch(ci) + (pitch(x) if x else 0)
-    stage = tile.slots(layer, kernel) * slot + round_up(tile.pixels(layer), 16) * pitch(co)
-    shared = max(stages * stage, kernel * kernel * max(ci, x) * (co + 4) * 4)
-    return None if shared > SHARED else GradPlan(tile, ci, co, x, groups, stages, shared, blocks)
-
-
-WIDE = 64  # channels of h, and outputs, of a block of weight_grad_wide.cu
-MOST_WIDE_X = 24  # channels of x that come along with these: with more, sums take more registers than there are
-
-
-def wide_grad_plan_of(layer: Layer, tile: Tile, stages: int) -> GradPlan | None:
-    """The plan of both weights' gradients by wgmma, or None where that kernel does not take the layer or the tile."""
-    blocks, pixels = layer.so // WIDE, tile.pixels(layer)
-    if layer.kx != 3 or layer.kh != 3 or layer.so % WIDE or layer.w % 8 or pixels % 16 or layer.si % (8 * blocks):
-        return None
-    x = layer.si // blocks
-    stage = ((WIDE + x) // 8 * (tile.slots(layer, 3) | 1) + WIDE // 8 * (pixels | 1)) * 16
-    if x > MOST_WIDE_X or stages * stage > SHARED:
-        return None
-    # Three rows of taps, each a warpgroup of four warps.
-    return GradPlan(tile, WIDE, WIDE, x, 4, stages, stages * stage, (blocks, blocks), wide=True)
-
-
-def _tuned_grad(
-    layer: Layer, kernel: int, ci: int, co: int, x: int, blocks: tuple[int, int], wgmma: bool
-) -> GradPlan | None:
-    """The plan that was measured to be the fastest, where there is one and it fits these kernels."""
-    kept = tuned.choice("weight_grad", layer, 0)
-    if kept is None or (kept["wide"] and not wgmma):
-        return None
-    tile = Tile(kept["images"], kept["rows"])
-    if kept["wide"]:
-        return wide_grad_plan_of(layer, tile, kept["stages"])
-    plan = grad_plan_of(layer, kernel, tile, ci, co, x, kept["groups"], kept["stages"], blocks)
-    return plan and plan._replace(staggered=kept["staggered"])
-
-
-@cache
-def weight_grad(layer: Layer, channels: int, kernel: int, along: bool, wgmma: bool = False) -> GradPlan | None:
-    """The plan of the gradient of a kernel over `channels` input channels a step.
-
-    `along` takes W_x's gradient along with W_h's; None where that is not possible. `wgmma`: the device has it.
-    """
-    if (layer, channels, along) in grad_overrides:
-        return grad_overrides[layer, channels, along]
-    if layer.so not in CHANNEL_BLOCKS:
-        return None
-    padded = round_up(channels, 8)
-    ci, co = CHANNEL_BLOCKS[layer.so]
-    if padded % ci:
-        ci = max(c for c in range(8, 33, 8) if padded % c == 0)
-    blocks, x = (padded // ci, layer.so // co), 0
-    if along:
-        x = round_up(layer.si, 8) if blocks[0] == 1 else layer.si // blocks[0]
-        if layer.kx != layer.kh or x % 8 or layer.si % blocks[0] or kernel * (ci + x) * co // 32 > 128:
-            return None
-    kept = _tuned_grad(layer, kernel, ci, co, x, blocks, wgmma) if along else None
-    if kept is not None:
-        return kept
-    best: GradPlan | None = None
-    for tile in tiles(layer):
-        plan = grad_plan_of(layer, kernel, tile, ci, co, x, 4 if kernel == 3 else 8, 2, blocks)
-        if plan is None or (best is not None and tile.pixels(layer) > 256):
-            break
-        best = plan
     return best

@@ -15,7 +15,7 @@ from recnets.utils import atomic_write
 
 FILE = Path(__file__).with_name("tuned.json")
 KEY = ("kernel", "n", "h", "w", "si", "so", "kx", "kh", "multiprocessors")
-STEP = ("images", "rows", "nb", "wm", "wn", "mt", "nt", "resident", "prefetch", "stacked")
+STEP = ("images", "rows", "nb", "wm", "wn", "mt", "nt", "resident", "prefetch", "stacked", "wide", "buffers")
 GRAD = ("images", "rows", "groups", "stages", "staggered", "wide")
 Choice = Mapping[str, Any]
 

@@ -67,15 +67,15 @@ weight_grad_wide(const u16* a, const u16* x, const u16* dz, float* parts, float*
         copy_wait<STAGES - 2>();
         publish_shared();
         __syncthreads();  // also: the products of the tile before have ended, so that its place is free
-        const u32 planes = base + stage * STAGE, taps = planes + ky * COLUMNS * 16;
+        const u32 planes = uniform((base + stage * STAGE) / 16), taps = planes + uniform(ky) * COLUMNS;
         wgmma_fence(sums);
 #pragma unroll
         for (int q = 0; q < PIXELS; q += 16) {
             const int slot = slot_of<1, KW>(q), next = slot_of<1, KW>(q + 8);  // perhaps of the next row
 #pragma unroll
             for (int kx = 0; kx < KW; kx++)
-                wgmma<ALL>(sums[kx], matrix_at(planes + BYTES_AX, 128, PLANE_G) + q,
-                           matrix_at(taps, (next - slot) * 16, PLANE) + (slot + kx));
+                wgmma<ALL, false>(sums[kx], matrix_at(planes + BYTES_AX / 16 + q, 8, PLANE_G / 16),
+                                  matrix_at(taps + slot + kx, next - slot, PLANE / 16));
         }
         wgmma_commit();
         fetch(work + (STAGES - 1) * gridDim.x, (stage + STAGES - 1) % STAGES);
