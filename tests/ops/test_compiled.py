@@ -13,7 +13,7 @@ from recnets import create_model, list_models
 from recnets.layers import Recurrent
 from recnets.ops.cuda import crc, grad_plan, inference, norm_relu, nvrtc
 from recnets.ops.cuda.inference import EvalNorm
-from recnets.ops.cuda.plan import Layer
+from recnets.ops.cuda.plan import Layer, Plan, Tile, overrides, step, wide_plan_of
 
 from .compiled import Compiler, available
 from .test_cuda_wide import wide_plans
@@ -64,6 +64,12 @@ def assert_nothing_spills(compiler: Compiler) -> None:
     assert not spilled
 
 
+def assert_products_overlap(logs: list[str]) -> None:
+    """The compiler says so where it makes each product of a warpgroup wait for the one before."""
+    assert logs
+    assert not [log for log in logs if "serialized" in log]
+
+
 # Plans do not depend on the number of steps.
 LAYERS = sorted({layer._replace(d=3) for name in MODELS for layer in layers_of(name, 64)})
 
@@ -101,15 +107,22 @@ def test_other_kernel_sizes(kernels, compiler):
 WIDE = [layer for layer in LAYERS if wide_plans(layer)]
 
 
-@pytest.mark.parametrize("layer", WIDE, ids=lambda layer: f"{layer.h}x{layer.w} {layer.si} to {layer.so}")
-def test_weight_gradients_by_wgmma(layer, compiler, monkeypatch):
-    logs, compiled = [], nvrtc._compile
+@pytest.fixture
+def logs(monkeypatch) -> list[str]:
+    """What the compiler says until the test ends."""
+    found, compiled = [], nvrtc._compile
 
     def compile_and_note(*args):
-        logs.append(compiled(*args))
-        return logs[-1]
+        binary, log = compiled(*args)
+        found.append(log)
+        return binary, log
 
     monkeypatch.setattr(nvrtc, "_compile", compile_and_note)
+    return found
+
+
+@pytest.mark.parametrize("layer", WIDE, ids=lambda layer: f"{layer.h}x{layer.w} {layer.si} to {layer.so}")
+def test_weight_gradients_by_wgmma(layer, compiler, logs, monkeypatch):
     x, h, dz = (
         torch.empty(layer.n, layer.h, layer.w, layer.d * s, dtype=torch.bfloat16, device=META)
         for s in (layer.si, layer.so, layer.so)
@@ -121,8 +134,30 @@ def test_weight_gradients_by_wgmma(layer, compiler, monkeypatch):
     grad_plan.weight_grad.cache_clear()
     assert set(compiler.launched) == {"weight_grad_wide"}
     assert not any(taken.spilled for taken in compiler.taken.values())
-    # The compiler says so where it makes each product wait for the one before.
-    assert not [log for _, log in logs if "serialized" in log]
+    assert_products_overlap(logs)
+
+
+def wide_step_plan(name: str, layer: Layer) -> Plan | None:
+    """The first of these that fits."""
+    cuts = [(2, 2), (1, 2), (2, 1), (1, 1)]
+    plans = [wide_plan_of(name, layer, Tile(1, 8), groups, buffers, 1) for groups, buffers in cuts]
+    return next((each for each in plans if each is not None), None)
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: f"{layer.h}x{layer.w} {layer.si} to {layer.so}")
+def test_steps_by_wgmma(layer, compiler, logs, monkeypatch):
+    plans = {name: wide_step_plan(name, layer) for name in ("forward", "backward")}
+    assert plans["forward"]
+    assert plans["backward"] or layer.so == 96  # the only one that is too large
+    for name, chosen in plans.items():
+        if chosen:
+            monkeypatch.setitem(overrides, (name, layer), chosen)
+    step.cache_clear()
+    train_layer(layer)
+    step.cache_clear()
+    assert {f"{name}_wide" for name, chosen in plans.items() if chosen} <= set(compiler.launched)
+    assert_nothing_spills(compiler)
+    assert_products_overlap(logs)
 
 
 @pytest.mark.parametrize("batch", [1, 1024])

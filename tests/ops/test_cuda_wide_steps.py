@@ -1,9 +1,11 @@
 """Steps with convolutions by wgmma: plans anywhere, results on a GPU and in the emulator."""
 
+import shutil
+
 import pytest
 import torch
 
-from recnets.ops.cuda import kernels, plan
+from recnets.ops.cuda import kernels, nvrtc, plan
 from recnets.ops.cuda.plan import Layer, Tile
 
 from .test_cuda_kernels import check_forward_and_every_gradient
@@ -59,3 +61,93 @@ def test_forward_and_every_gradient(case, wide, emulated, rms):
     wide(*choice, shape)
     check_forward_and_every_gradient((*shape, 3, 3), torch.bfloat16, rms, "cpu")
     assert {"forward_wide", "backward_wide"} <= set(device.launched)
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[5]], ids=str)
+def test_in_fp16_and_another_order(case, seed, wide, emulated, rms):
+    count, *choice, shape = case
+    emulated(count, seed=seed)
+    wide(*choice, shape)
+    check_forward_and_every_gradient((*shape, 3, 3), torch.float16, rms, "cpu")
+
+
+# What the kernels cannot do without: the emulator must notice that it is missing.
+PRODUCTS = {
+    "no wait for products": ("wgmma_wait(acc);", ""),
+    "nothing to wait for": ("wgmma_commit();", ""),
+    "no fence of the sums": ("wgmma_fence(acc);", ""),
+    "no barrier": ("__syncthreads();  // also", "// also"),
+    "stores not published": ("publish_shared();", ""),
+    "stores published late": ("publish_shared();\n            __syncthreads();", "__syncthreads(); publish_shared();"),
+    "a tile overwritten": ("buffer ^ 1", "buffer"),
+    "a tile overwritten where there is one buffer": ("if (BUFFERS == 2) prepare();", "prepare();"),
+    "no barrier before the store": ("__syncthreads();\n            if (BUFFERS == 1)", "if (BUFFERS == 1)"),
+    "no wait for the other blocks": ("await(counters + i", "(void)(counters + i"),
+    "tiles in another order than they are fetched": (
+        "t + walk.by, batch), batch);\n        };",
+        "t, batch), batch);\n        };",
+    ),
+}
+THEN = "\n            __syncthreads();\n            u16* out"
+MUTATIONS = {
+    **{("forward", name): ("forward_wide.cu", *change) for name, change in PRODUCTS.items()},
+    **{("backward", name): ("backward_wide.cu", *change) for name, change in PRODUCTS.items()},
+    ("forward", "border not cleared"): ("forward_wide.cu", "clear_shared(xs, BUFFERS * (BYTES_X + BYTES_H));", ""),
+    ("forward", "no wait for copies"): ("forward_wide.cu", "copy_wait<0>();", ""),
+    ("forward", "no barrier after clearing"): ("forward_wide.cu", "map\n    __syncthreads();", "map\n"),
+    ("forward", "the next step's x"): ("forward_wide.cu", "(more ? i : i + 1) * SI", "i * SI"),
+    ("backward", "border not cleared"): ("backward_wide.cu", "clear_shared(hs, BUFFERS * BYTES_H);", ""),
+    ("backward", "no wait for dh and z"): ("backward_wide.cu", f"copy_wait<0>();{THEN}", THEN),
+    ("backward", "no barrier after dh and z"): ("backward_wide.cu", THEN, "\n            u16* out"),
+    ("backward", "the other m"): ("backward_wide.cu", "masked + (i & 1) * plane", "masked"),
+    ("both", "a half of the last product twice"): ("planes.cuh", "2 * j : TAPS - 2", "2 * j : TAPS - 1"),
+    ("both", "taps for rows"): ("planes.cuh", "o1 - o0, COLUMNS", "COLUMNS, o1 - o0"),
+    ("both", "columns apart"): ("planes.cuh", "T * 8, 8)", "T * 8, 16)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("which", "mutation"), MUTATIONS, ids=lambda part: part)
+def test_what_is_wrong_is_noticed(which, mutation, wide, emulated, rms, tmp_path):
+    sources, (file, right, wrong) = tmp_path / "sources", MUTATIONS[which, mutation]
+    shutil.copytree(nvrtc.FOLDER, sources, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    text = (sources / file).read_text()
+    assert text.count(right) >= 1
+    (sources / file).write_text(text.replace(right, wrong, 1))
+    count, tile, groups, buffers, shape = CASES[0]
+    emulated(count, sources=sources)
+    wide(tile, groups, 1 if "one buffer" in mutation else buffers, shape)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_forward_and_every_gradient((*shape, 3, 3), torch.bfloat16, rms, "cpu")
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_plans_that_fit(name):
+    layer = Layer(1024, 32, 32, 10, 8, 32, 3, 3)
+    chosen = plan.wide_plan_of(name, layer, Tile(1, 8), 2, 2, 2)
+    assert (chosen.wm, chosen.wn, chosen.mt, chosen.nt) == (8, 1, 2, 4)
+    assert 2 * (chosen.shared + 1024) <= plan.SHARED + 1024
+    assert plan.wide_plan_of(name, layer, Tile(1, 8), 2, 2, 3) is None  # too much memory
+    assert plan.wide_plan_of(name, layer, Tile(1, 8), 3, 2, 1) is None  # 4 patches are not for 3 warpgroups
+    assert plan.wide_plan_of(name, layer, Tile(1, 4), 1, 2, 1) is None  # half patches
+
+
+@pytest.mark.parametrize("other", [{"w": 12}, {"kx": 1}, {"kh": 1}, {"si": 6}], ids=str)
+def test_layers_that_are_left_to_the_other_kernels(other):
+    layer = Layer(64, 16, 16, 10, 8, 32, 3, 3)._replace(**other)
+    for name in ("forward", "backward"):
+        assert plan.wide_plan_of(name, layer, Tile(1, 8), 1, 1, 1) is None
+
+
+def test_segments_wider_than_states_are_left_to_the_other_backward():
+    layer = Layer(64, 16, 16, 10, 32, 16, 3, 3)
+    assert plan.wide_plan_of("forward", layer, Tile(1, 8), 1, 1, 1) is not None
+    assert plan.wide_plan_of("backward", layer, Tile(1, 8), 1, 1, 1) is None
+
+
+def test_they_are_not_chosen_by_themselves():
+    for wgmma in (False, True):
+        assert not plan.step("forward", Layer(1000, 16, 16, 10, 16, 64, 3, 3), 132, wgmma).wide

@@ -26,6 +26,7 @@ __device__ __forceinline__ void clear_shared(u32 at, int bytes) {
 }
 __device__ __forceinline__ uint4 load_fresh(const void* p) { return *(const uint4*)emulator::global(p, 16); }
 __device__ __forceinline__ float load_fresh(const float* p) { return *(const float*)emulator::global(p, 4); }
+__device__ __forceinline__ void store_streaming(void* p, uint4 v) { *(uint4*)emulator::global(p, 16) = v; }
 __device__ __forceinline__ float4 load_constant(const float4* p) { return *(const float4*)emulator::global(p, 16); }
 
 // Lane l has the address of row l % 8 of matrix l / 8, and gets of each matrix row l / 4, elements l % 4 * 2 and the

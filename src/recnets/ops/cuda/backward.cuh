@@ -96,7 +96,7 @@ struct NextTile {
             if (number >= ITEMS) continue;
             if (item<HALO>(number, tile, batch, slot, pixel, inside)) {
                 v[e] = combined(v[e], y[e]);
-                if (mine && inside) *(uint4*)(out + (long)pixel * (D * SO)) = v[e];
+                if (mine && inside) put_away(out + (long)pixel * (D * SO), v[e]);
             }
             store_shared(to + chunk_at<SO, HALO>(slot, c), v[e]);
         }

@@ -15,7 +15,7 @@ backward_wide(const u16* dh, const u16* packed, const u16*, const float* gamma, 
     float* scratch = coefficients;  // the sums are added up after the last use of the coefficients
     float* norm = coefficients + (3 * SO > WM * 2 * NB ? 3 * SO : WM * 2 * NB);
     const int split = blockIdx.x % SPLITS, channel = split * NB;
-    const int first_tile = blockIdx.x / SPLITS, stride = gridDim.x / SPLITS, tiles = tiles_of(batch);
+    const int tiles = tiles_of(batch);
     const float pixels = (float)batch * (H * W);
     const size_t plane = (size_t)batch * (H * W) * SO;  // of `masked`, which steps use by turns
 
@@ -31,22 +31,23 @@ backward_wide(const u16* dh, const u16* packed, const u16*, const float* gamma, 
         float sum[NT][2] = {}, products[NT][2] = {};
         if (i >= 0) put_norm(norm, sums, gamma, beta, i, channel, pixels, eps);
         const u16* from = masked + ((i + 1) & 1) * plane;
-        // dz_{i+1} of tile t, and m and z of the one after it on their way.
-        const auto make_tile = [&](int t, int to) {
+        const Walk walk(i, tiles);
+        // dz_{i+1} of tile t, the block's k-th, and m and z of the one after it on their way.
+        const auto make_tile = [&](int k, int t, int to) {
             next.make_dz(hs + to * BYTES_H, dz, coefficients, i + 1, channel, tile_at(t, batch), batch);
-            if (t + stride < tiles) next.fetch(from, z, i + 1, tile_at(t + stride, batch), batch);
+            if (k + 1 < walk.count) next.fetch(from, z, i + 1, tile_at(t + walk.by, batch), batch);
         };
         if (i < D - 1) {
             await(counters + i + 1);
-            next.fetch(from, z, i + 1, tile_at(first_tile, batch), batch);
+            next.fetch(from, z, i + 1, tile_at(walk.first, batch), batch);
             norm_grad(coefficients, sums, grad_sums, gamma, beta, i + 1, pixels, eps);
-            make_tile(first_tile, buffer);
+            make_tile(0, walk.first, buffer);
         }
-        for (int t = first_tile; t < tiles; t += stride) {
+        for (int k = 0, t = walk.first; k < walk.count; k++, t += walk.by) {
             const Tile tile = tile_at(t, batch);
             const int following = BUFFERS == 2 ? buffer ^ 1 : 0;
             const auto prepare = [&] {
-                if (i < D - 1 && t + stride < tiles) make_tile(t + stride, following);
+                if (i < D - 1 && k + 1 < walk.count) make_tile(k + 1, t + walk.by, following);
             };
             copy_wait<0>();
             publish_shared();

@@ -210,6 +210,12 @@ __device__ __forceinline__ void put_own(u16* to, u32 from, int stride, int count
             [&](int k, int q, int at) { *(uint4*)((char*)(to + (size_t)q * stride) + at) = v[k]; });
 }
 
+// What only later launches read. Between steps WIDE takes tiles in an order by which much is still in L2, without this.
+__device__ __forceinline__ void put_away(u16* to, uint4 v) {
+    if (WIDE) store_streaming(to, v);
+    else *(uint4*)to = v;
+}
+
 // Copy BYTES (a multiple of 16) as they are.
 __device__ __forceinline__ void copy_block(u32 to, const void* from, int bytes) {
     for (int at = threadIdx.x * 16; at < bytes; at += THREADS * 16) copy_async<16>(to + at, (const char*)from + at, true);

@@ -100,7 +100,7 @@ struct NextTile {
             if (e >= ITEMS) continue;
             if (item<HALO_H>(e, tile, batch, slot, pixel, inside)) {
                 v[k] = sigma(v[k], s, t);
-                if (mine && inside) *(uint4*)(out + (long)pixel * (D * SO)) = v[k];
+                if (mine && inside) put_away(out + (long)pixel * (D * SO), v[k]);
             }
             store_shared(to + chunk_at<SO, HALO_H>(slot, c), v[k]);
         }

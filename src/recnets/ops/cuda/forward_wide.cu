@@ -20,7 +20,7 @@ forward_wide(const u16* x, const u16* packed_x, const u16* packed_h, const float
     float* shift = scale + SO;
     float* scratch = shift + SO;
     const int split = blockIdx.x % SPLITS, channel = split * NB;
-    const int first_tile = blockIdx.x / SPLITS, stride = gridDim.x / SPLITS, tiles = tiles_of(batch);
+    const int tiles = tiles_of(batch);
     const float pixels = (float)batch * (H * W);
 
     int corners[MT];
@@ -30,35 +30,36 @@ forward_wide(const u16* x, const u16* packed_x, const u16* packed_h, const float
     __syncthreads();
     copy_block(wx, packed_x + (size_t)split * (BYTES_WX / 2), BYTES_WX);
     copy_block(wh, packed_h + (size_t)split * (BYTES_WH / 2), BYTES_WH);
-    copy_tile<1, SI>(xs, x, D * SI, tile_at(first_tile, batch), batch);
+    copy_tile<1, SI>(xs, x, D * SI, tile_at(Walk(0, tiles).first, batch), batch);
     copy_commit();
     NextTile next;
     int buffer = 0;
     // A branch between products would make each wait for the one before, so the first step is a copy without h.
     const auto step = [&](auto has_h, int i) {
         constexpr bool HAS_H = decltype(has_h)::value;
+        const Walk walk(i, tiles);
         float sum[NT][2] = {}, squares[NT][2] = {};
-        // h_{i-1} of tile t, and z of the one after it on its way.
-        const auto activate_tile = [&](int t, int to) {
+        // h_{i-1} of tile t, the block's k-th, and z of the one after it on its way.
+        const auto activate_tile = [&](int k, int t, int to) {
             next.activate(hs + to * BYTES_H, h, scale, shift, i - 1, channel, tile_at(t, batch), batch);
-            if (t + stride < tiles) next.fetch(z, i - 1, tile_at(t + stride, batch), batch);
+            if (k + 1 < walk.count) next.fetch(z, i - 1, tile_at(t + walk.by, batch), batch);
         };
         if (HAS_H) {
             await(counters + i - 1);
-            next.fetch(z, i - 1, tile_at(first_tile, batch), batch);
+            next.fetch(z, i - 1, tile_at(walk.first, batch), batch);
             affine(scale, shift, sums, totals, gamma, beta, i - 1, pixels, eps);
-            activate_tile(first_tile, buffer);
+            activate_tile(0, walk.first, buffer);
         }
-        for (int t = first_tile; t < tiles; t += stride) {
+        for (int k = 0, t = walk.first; k < walk.count; k++, t += walk.by) {
             const Tile tile = tile_at(t, batch);
             const int following = BUFFERS == 2 ? buffer ^ 1 : 0;
-            const auto prepare = [&] {  // the tile that follows, in this step or the next one
-                const bool more = t + stride < tiles;
+            const auto prepare = [&] {  // the tile that follows, or the same in the next step
+                const bool more = k + 1 < walk.count;
                 if (more || i + 1 < D)
                     copy_tile<1, SI>(xs + following * BYTES_X, x + (more ? i : i + 1) * SI, D * SI,
-                                     tile_at(more ? t + stride : first_tile, batch), batch);
+                                     tile_at(more ? t + walk.by : t, batch), batch);
                 copy_commit();
-                if (HAS_H && more) activate_tile(t + stride, following);
+                if (HAS_H && more) activate_tile(k + 1, t + walk.by, following);
             };
             copy_wait<0>();
             publish_shared();
@@ -84,7 +85,8 @@ forward_wide(const u16* x, const u16* packed_x, const u16* packed_h, const float
     for (int i = 1; i < D; i++) step(Constant<true>(), i);
     await(counters + D - 1);
     affine(scale, shift, sums, totals, gamma, beta, D - 1, pixels, eps);
-    for (int t = first_tile; t < tiles; t += stride)
+    const Walk walk(D, tiles);
+    for (int k = 0, t = walk.first; k < walk.count; k++, t += walk.by)
         activate<0, false>(hs, z, h, scale, shift, D - 1, channel, tile_at(t, batch), batch);
     if (BATCH) put_totals(totals, sums);
 }

@@ -51,6 +51,11 @@ __device__ __forceinline__ float load_fresh(const float* p) {
     return v;
 }
 
+// What nothing reads soon: it need not stay in L2.
+__device__ __forceinline__ void store_streaming(void* p, uint4 v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 // What nothing writes during this launch.
 __device__ __forceinline__ float4 load_constant(const float4* p) {
     float4 v;

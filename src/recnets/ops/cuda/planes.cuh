@@ -8,6 +8,18 @@
 static_assert(WIDE && WN == 1 && WM % 4 == 0, "whole warpgroups");
 static_assert(W % 8 == 0 && ROWS % 8 == 0 && WM * MT * 16 == PIXELS, "whole patches");
 
+// A block's tiles, forwards in even steps and backwards in odd ones: what a step wrote last is still in L2 when the next
+// one begins with it.
+struct Walk {
+    int first, by, count;
+    __device__ __forceinline__ Walk(int i, int tiles) {
+        const int own = blockIdx.x / SPLITS, stride = gridDim.x / SPLITS;
+        count = (tiles - own + stride - 1) / stride;
+        first = i & 1 ? own + (count - 1) * stride : own;
+        by = i & 1 ? -stride : stride;
+    }
+};
+
 // Products of 16 k of a kernel of so many channels.
 __host__ __device__ constexpr int products_of(int channels) { return (round_up(channels, 8) / 8 * 9 + 1) / 2; }
 
