@@ -123,7 +123,7 @@ def grad_plans(layer: Layer) -> list[GradPlan]:
         fits = grad_plan.grad_plan_of(*cut)
         if fits is not None:
             found |= {fits: None, fits._replace(staggered=True): None}
-    for tile, stages in itertools.product(plan.tiles(layer) if has_wgmma() else [], (2, 3)):
+    for tile, stages in itertools.product(plan.tiles(layer) if has_wgmma() else [], (2, 3, 4)):
         wide = grad_plan.wide_grad_plan_of(layer, tile, stages)
         if wide is not None and 64 <= tile.pixels(layer) <= 512:
             found |= {wide: None}

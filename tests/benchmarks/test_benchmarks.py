@@ -170,7 +170,7 @@ def test_plans_to_time_fit_the_device_and_start_with_the_chosen_one(script, name
         assert len(set(found)) == len(found) > 5
         if name == "weight_grad":
             assert found[0] == grad_plan.weight_grad(layer, layer.so, layer.kh, True, plans.has_wgmma())
-            assert any(each.wide for each in found) == (layer.so % 64 == 0)
+            assert any(each.wide for each in found)
             assert len({tuple(plans.describe(layer, each).values()) for each in found}) == len(found)
             continue
         assert found[0] == plan.step(name, layer, 132, plans.has_wgmma())

@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from recnets.ops.cuda import tuned
-from recnets.ops.cuda.plan import SHARED, Layer, Tile, pitch, round_up, tiles
+from recnets.ops.cuda.plan import MOST_COLUMNS, SHARED, Layer, Tile, pitch, round_up, tiles
 
 
 class GradPlan(NamedTuple):
@@ -50,21 +50,21 @@ def grad_plan_of(
     return None if shared > SHARED else GradPlan(tile, ci, co, x, groups, stages, shared, blocks)
 
 
-WIDE = 64  # channels of h, and outputs, of a block of weight_grad_wide.cu
-MOST_WIDE_X = 24  # channels of x that come along with these: with more, sums take more registers than there are
-
-
 def wide_grad_plan_of(layer: Layer, tile: Tile, stages: int) -> GradPlan | None:
     """The plan of both weights' gradients by wgmma, or None where that kernel does not take the layer or the tile."""
-    blocks, pixels = layer.so // WIDE, tile.pixels(layer)
-    if layer.kx != 3 or layer.kh != 3 or layer.so % WIDE or layer.w % 8 or pixels % 16 or layer.si % (8 * blocks):
+    paired = layer.so == 32  # two rows of dz are a product's, else 64 outputs of one
+    co = 32 if paired else 64
+    blocks = layer.so // co
+    runs = tile.images * (tile.rows + paired) * layer.w // 8
+    if layer.kx != 3 or layer.kh != 3 or layer.so % co or layer.w % 8 or runs % 2 or layer.si % (8 * blocks):
         return None
     x = layer.si // blocks
-    stage = ((WIDE + x) // 8 * (tile.slots(layer, 3) | 1) + WIDE // 8 * (pixels | 1)) * 16
-    if x > MOST_WIDE_X or stages * stage > SHARED:
+    line, line_g = (co + x) // 8 * (layer.w + 3), co // 8 * (layer.w + 1)
+    stage = tile.images * ((tile.rows + 2) * line + (tile.rows + 2 * paired) * line_g) * 16
+    if (co + x) * (2 if paired else 1) > MOST_COLUMNS or stages * stage > SHARED:
         return None
-    # Three rows of taps, each a warpgroup of four warps.
-    return GradPlan(tile, WIDE, WIDE, x, 4, stages, stages * stage, (blocks, blocks), wide=True)
+    # Three rows or columns of taps, each a warpgroup of four warps.
+    return GradPlan(tile, co, co, x, 4, stages, stages * stage, (blocks, blocks), wide=True)
 
 
 def _tuned_grad(
