@@ -1,16 +1,11 @@
 """The scripts for GPU machines, as far as they run without a GPU."""
 
-import csv
-import importlib
 import itertools
-import math
 import os
 import re
 import subprocess
 import sys
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,33 +15,10 @@ from recnets.layers.crc import NONLINEARITIES
 from recnets.models import save_weights
 from recnets.models.plain import as_plain_modules
 from recnets.ops import dispatch
-from recnets.ops.cuda import grad_plan, nvrtc, plan
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from .scripts import FOLDER, read, run
+
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the benchmarks are in the repository only")
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """`script("gpu")`: the module, imported as when it is run."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module
-
-
-def run(name: str, *arguments: object, hidden: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
-    """A script in a process of its own, in which the packages `hidden` cannot be imported."""
-    start = f"import runpy, sys; sys.modules.update(dict.fromkeys({hidden!r})); sys.path.insert(0, {str(FOLDER)!r}); "
-    start += f"sys.argv = sys.argv[1:]; runpy.run_path({str(FOLDER / name)!r}, run_name='__main__')"
-    return subprocess.run(
-        [sys.executable, "-c", start, name, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
 
 
 @pytest.mark.slow
@@ -147,128 +119,6 @@ def test_outcomes_are_read_from_what_pytest_prints(script):
     assert outcomes("..s\n80 passed, 2 skipped, 7 deselected in 61.81s (0:01:01)\n") == {"passed": 80, "skipped": 2}
     assert outcomes("10 passed, 1 warning, 2 errors in 6.34s") == {"passed": 10, "error": 2}
     assert outcomes("no tests ran in 0.02s") == outcomes("Fatal Python error: Segmentation fault") == {}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_plans_are_timed_on_a_gpu_and_counted_anywhere():
-    done = run("plans.py")
-    assert done.returncode == 2
-    assert done.stderr.strip() == "this benchmark needs a CUDA device; without one, --list counts the plans"
-    done = run("plans.py", "--list", "--kernels", "forward")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^forward, Layer\(n=64, h=32, .*\): (\d+) plans$", done.stdout, flags=re.MULTILINE)
-
-
-@pytest.mark.parametrize("batch", [64, 1024])
-@pytest.mark.parametrize("name", ["forward", "backward", "weight_grad"])
-def test_plans_to_time_fit_the_device_and_start_with_the_chosen_one(script, name, batch):
-    plans = script("plans")
-    layers = plans.layers_of("recnet_60_1280", batch)
-    assert list(layers.values()) == [2, 2, 2]
-    for layer in layers:
-        found = plans.plans_of(name, layer, 132)
-        assert len(set(found)) == len(found) > 5
-        if name == "weight_grad":
-            assert found[0] == grad_plan.weight_grad(layer, layer.so, layer.kh, True, plans.has_wgmma())
-            assert any(each.wide for each in found)
-            assert len({tuple(plans.describe(layer, each).values()) for each in found}) == len(found)
-            continue
-        assert found[0] == plan.step(name, layer, 132, plans.has_wgmma())
-        assert any(each.wide for each in found)
-        for each in found:
-            assert each.resident * (each.shared + 1024) <= 228 * 1024
-            assert each.wm * each.mt * 16 >= each.tile.pixels(layer)
-            assert each.wn * each.nt * 8 == each.nb
-            blocks = each.tile.count(layer) * (layer.so // each.nb)
-            assert each.single == (not each.wide and blocks <= each.resident * 132)
-            assert not (each.single and each.prefetch)
-        fewer = plans.plans_of(name, layer, 132, wide=True)
-        assert fewer == [found[0], *(each for each in found[1:] if each.wide)]
-
-
-def test_the_chosen_plans_are_back_after_timing(script):
-    plans = script("plans")
-    (layer, *_) = plans.layers_of("recnet_60_1280", 64)
-    chosen, other, *_ = plans.step_plans("forward", layer, 132)
-    plans.use("forward", layer, other)
-    assert plan.step("forward", layer, 132) == other
-    plans.use("forward", layer, None)
-    assert plan.step("forward", layer, 132) == chosen
-
-
-def test_plans_that_spill_or_fail_are_rows_without_a_time(script, monkeypatch):
-    plans = script("plans")
-    layer = plan.Layer(64, 32, 32, 10, 8, 32, 3, 3)
-    chosen, slow, spilling, wrong, broken, *_ = plans.step_plans("forward", layer, 132)
-    answers = {chosen: (200, 8, 1.0), slow: (128, 0, 1.0), spilling: (255, 65, 1.0), wrong: (128, 0, 2.0)}
-    answers[broken] = (128, 0, math.nan)
-    timed = []
-
-    def kernel(name, dtype, index, defines, shared):
-        (found,) = (each for each in answers if plans.defines_of(layer, each) == defines)
-        return SimpleNamespace(resources=nvrtc.Resources(*answers[found][:2]))
-
-    def seconds(run, rounds, target):
-        timed.append((plan.overrides["forward", layer], rounds))
-        return 2e-6 if timed[-1][0] == slow else 1e-6
-
-    monkeypatch.setattr(plans.kernels, "kernel", kernel)
-    monkeypatch.setattr(plans, "compile_all", lambda *_: None)
-    monkeypatch.setattr(plans, "graphed", lambda run: run)
-    monkeypatch.setattr(plans, "seconds", seconds)
-    compared = []
-    monkeypatch.setattr(plans, "by_turns", lambda _, __, those, ___: compared.append(those) or [3e-6, 1e-6])
-    result = lambda: (torch.ones(4), torch.full((4,), answers[plan.overrides["forward", layer]][2]))  # noqa: E731
-    monkeypatch.setattr(plans, "passes", lambda _: {"forward": result})
-    rows = plans.measure("forward", layer, list(answers))
-    assert timed == [(chosen, 1), (chosen, 5), (slow, 1)]  # a short look is enough where a plan is far from the best
-    assert [row["us"] != "" for row in rows] == [True, True, False, False, False]
-    assert [row["spilled"] for row in rows] == [8, 0, 65, 0, 0]
-    assert [bool(row["error"]) for row in rows] == [False, False, False, True, True]
-    assert compared == [[chosen, slow]]
-    assert [row["us_by_turns"] for row in rows] == [3.0, 1.0, "", "", ""]
-    assert not plan.overrides
-
-
-def test_the_fastest_plans_are_timed_by_turns_with_the_chosen_one(script, monkeypatch):
-    plans = script("plans")
-    layer = plan.Layer(64, 32, 32, 10, 8, 32, 3, 3)
-    times = [3.0, 9.0, "", 2.0, 1.0, 4.0]
-    assert plans.finalists([{"us": us} for us in times]) == [0, 4, 3, 5]
-    assert plans.finalists([{"us": ""}, {"us": 1.0}]) == []
-    assert plans.finalists([{"us": 1.0}, {"us": ""}]) == []
-    chosen, other, *_ = plans.step_plans("forward", layer, 132)
-    order = []
-
-    def graphed(run):
-        now = plan.overrides["forward", layer]
-        return lambda: now
-
-    def seconds(replay, rounds, target):
-        order.append(replay())
-        return len(order) * 1.0
-
-    monkeypatch.setattr(plans, "graphed", graphed)
-    monkeypatch.setattr(plans, "seconds", seconds)
-    median = plans.ROUNDS // 2
-    assert plans.by_turns("forward", layer, [chosen, other], lambda: None) == [2 * median + 1, 2 * median + 2]
-    assert order == [chosen, other] * plans.ROUNDS
-    assert not plan.overrides
-
-
-def test_the_fastest_plan_is_kept_where_it_beats_the_chosen_one_by_more_than_chance(script, monkeypatch):
-    plans = script("plans")
-    monkeypatch.setattr(plans, "context", lambda _: "h200")
-    layer = plan.Layer(64, 32, 32, 10, 8, 32, 3, 3)
-    for name in ("forward", "weight_grad"):
-        found = plans.plans_of(name, layer, 132)[:3]
-        rows = [{"us_by_turns": us} for us in (100.0, 99.0, "")]
-        assert plans.fastest(name, layer, found, rows, 132) is None
-        rows[1]["us_by_turns"] = 90.0
-        best = plans.fastest(name, layer, found, rows, 132)
-        assert (best["us"], best["before"], best["rows"]) == (90.0, 100.0, found[1].tile.rows)
-        assert best["multiprocessors"] == (132 if name == "forward" else 0)
-        assert plans.fastest(name, layer, found, [{"us_by_turns": ""}] * 3, 132) is None
 
 
 def test_a_variant_that_fails_leaves_a_row_and_the_others(script):
