@@ -229,7 +229,7 @@ class RecNet(nn.Module):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Global average pooling, then the classifier unless `pre_logits`."""
-        x = x.mean(dim=(2, 3))
+        x = dispatch.global_mean(x)
         return x if pre_logits else self.classifier(x)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -247,3 +247,11 @@ def pointwise(x: Tensor, weight: Tensor) -> Tensor:
     if x.is_cuda and rows.is_contiguous():
         return torch.nn.functional.linear(rows, weight.flatten(1)).permute(0, 3, 1, 2)
     return torch.nn.functional.conv2d(x, weight)
+
+
+def global_mean(x: Tensor) -> Tensor:
+    """Each channel's mean over the map, (N, C, H, W) -> (N, C)."""
+    rows = x.permute(0, 2, 3, 1)
+    if x.is_cuda and rows.is_contiguous():
+        return rows.flatten(1, 2).mean(1)  # else its gradient comes in NCHW order, and the kernels copy it
+    return x.mean(dim=(2, 3))
