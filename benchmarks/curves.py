@@ -34,7 +34,7 @@ from recnets.training.distributed import Processes, choose_device
 from recnets.training.session import build_session
 from recnets.utils import atomic_write
 
-ROUNDING = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-9}
+ROUNDING = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-9, "fp16": 2.0**-12}
 ALLOWED = 2.0  # times the noise
 WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 720, 260, 62, 16, 54, 66
 COLOURS = ("#c8452d", "#1f6f8b", "#8fb8c6", "#b9a44c", "#7c6f9b")

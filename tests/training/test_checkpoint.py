@@ -148,3 +148,20 @@ def test_a_disk_that_fills_while_writing(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(RecNetsError, match="No space left"):
         save_checkpoint(path, {"format": 1, "x": torch.ones(3)})
     assert torch.equal(load_checkpoint(path)["x"], torch.zeros(3))
+
+
+def test_the_scale_of_the_loss_is_kept(
+    tmp_path: Path, stripes_data: DataSet, make_recipe: Callable[..., Recipe], options: RunOptions
+) -> None:
+    recipe, folder = make_recipe(precision="fp16"), tmp_path / "run"
+    train(recipe, out=folder, data=stripes_data, options=dataclasses.replace(options, epochs_until=1))
+    path = folder / "checkpoint.pt"
+    content = load_checkpoint(path)
+    assert content["scaler"]["scale"] == 2.0**16
+    steps = content["scaler"]["_growth_tracker"]
+    assert steps > 0
+    content["scaler"]["scale"] = 512.0
+    save_checkpoint(path, content)
+    resume(folder, recipe, stripes_data, options)
+    ended = load_checkpoint(path)["scaler"]
+    assert (ended["scale"], ended["_growth_tracker"]) == (512.0, 3 * steps)

@@ -62,7 +62,7 @@ def test_quick_never_mirrors_digits() -> None:
         ({"momentum": 0.0}, "nesterov needs momentum"),
         ({"dampening": 0.5}, "nesterov needs momentum"),
         ({"ema": 1.0}, "ema must be in"),
-        ({"precision": "fp16"}, "precision must be one of fp32, tf32, bf16"),
+        ({"precision": "fp8"}, "precision must be one of fp32, tf32, bf16, fp16"),
         ({"warmup_epochs": 101}, "warmup_epochs must be between"),
         ({"distill_temperature": 0.0}, "distill_temperature"),
         ({"image_size": 0}, "image_size"),

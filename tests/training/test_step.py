@@ -114,22 +114,44 @@ def test_decay_of_weights_only() -> None:
     assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
 
 
+def test_fp16_scales_the_loss_and_leaves_out_steps_that_overflow(stripes_data: DataSet) -> None:
+    images, labels = stripes_data.train.images[:16], stripes_data.train.labels[:16]
+    changes = []
+    for scale in (2.0**16, 2.0**8):
+        step = make_step(tiny(), stripes_data, precision="fp16")
+        assert step.scaler.get_scale() == 2.0**16
+        step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": scale})
+        before = [p.detach().clone() for p in step.model.parameters()]
+        step(images, labels, 16)
+        changes.append(torch.cat([(p - b).flatten() for p, b in zip(step.model.parameters(), before, strict=True)]))
+    assert 0 < (changes[0] - changes[1]).norm() < 0.02 * changes[0].norm()
+    trained = [t.clone() for t in (*step.model.parameters(), *momentum_buffers(step.optimizer))]
+    step.scaler.load_state_dict({**step.scaler.state_dict(), "scale": 1e30})
+    step(images, labels, 16)
+    now = (*step.model.parameters(), *momentum_buffers(step.optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(trained, now, strict=True))
+    assert step.scaler.get_scale() == pytest.approx(5e29)
+    assert int(step.meter.first_bad) == -1  # the loss itself is a number
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("bf16", [False, True])
-def test_graph_is_the_eager_step(stripes_data: DataSet, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_graph_is_the_eager_step(stripes_data: DataSet, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batch sizes, the average on: the recorded steps give the eager ones' weights."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # as training does where it says fp32
     device = torch.device("cuda")
-    results = []
+    results, scales = [], []
     for graph in (False, True):
         model = tiny().to(device)
         average = WeightAverage(model, 0.9)
-        step = make_step(model, stripes_data, device, graph=graph, average=average, bf16=bf16)
+        step = make_step(model, stripes_data, device, graph=graph, average=average, precision=precision)
         images, labels = stripes_data.train.images.to(device), stripes_data.train.labels.to(device)
         for i, size in enumerate((16, 16, 6, 16, 6, 16)):
             step.set_lr(0.1 / (i + 1))
             step(images[i : i + size], labels[i : i + size], size)
         results.append([t.clone() for t in step.mutable_tensors()] + momentum_buffers(step.optimizer))
+        scales.append(step.scaler.state_dict())
+    assert scales[0] == scales[1]
     for eager, recorded in zip(*results, strict=True):
         torch.testing.assert_close(recorded, eager, rtol=1e-3, atol=1e-4)

@@ -97,7 +97,7 @@ MODERN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [{}, MODERN], ids=["plain", "modern"])
+@pytest.mark.parametrize("changes", [{}, MODERN, {"precision": "fp16"}], ids=["plain", "modern", "fp16"])
 def test_stopped_anywhere_it_ends_the_same(
     tmp_path: Path,
     stripes_data: DataSet,

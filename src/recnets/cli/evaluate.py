@@ -17,6 +17,7 @@ from recnets.errors import RecNetsError
 from recnets.models import load_weights
 from recnets.training import Evaluation, Evaluator
 from recnets.training.distributed import Processes, choose_device
+from recnets.training.precision import Precision, allow_tf32
 
 
 def command(
@@ -28,7 +29,7 @@ def command(
     split: Literal["test", "train"] = "test",
     batch: int = 1000,
     device: str = "auto",
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Precision = "fp32",
     max_bad: float | None = None,
     no_per_class: bool = False,
     json: bool = False,
@@ -42,7 +43,7 @@ def command(
         split: which images.
         batch: images a batch.
         device: cpu, cuda, cuda:1, mps; auto takes a GPU if there is one.
-        precision: fp32, or bf16 autocast.
+        precision: fp32, tf32, or autocast in bf16 or fp16.
         max_bad: the largest share of unreadable pictures in a folder; by default as in training.
         no_per_class: leave the table by class out.
         json: print JSON, for programs.
@@ -51,6 +52,7 @@ def command(
         raise ValueError(f"batch must be at least 1, got {batch}")
     model, metadata = load_weights(weights)
     where = choose_device(device, Processes())
+    allow_tf32(precision, where)
     spec = spec_of(metadata, data)
     found = data_of(metadata, data, data_dir, max_bad)
     if model.num_classes != found.num_classes:
@@ -60,7 +62,7 @@ def command(
     mean, std = normalisation_of(metadata, found)
     chosen = found.test if split == "test" else found.train
     evaluation = Evaluator(
-        chosen, found.num_classes, mean=mean, std=std, device=where, batch_size=batch, bf16=precision == "bf16"
+        chosen, found.num_classes, mean=mean, std=std, device=where, batch_size=batch, precision=precision
     )(model.to(where))
     if json:
         print(json_module.dumps(_plain(weights, spec, split, found, evaluation), indent=2))

@@ -57,6 +57,7 @@ def pack(step: TrainStep, position: Position, recipe: Recipe, data: str, totals:
         "momentum": momentum_buffers(step.optimizer),
         "average": [] if step.average is None else step.average.tensors(),
         "meter": totals,
+        "scaler": step.scaler.state_dict(),
         "random": torch.get_rng_state(),
         "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
@@ -131,6 +132,7 @@ def restore(step: TrainStep, content: dict[str, Any], path: Path, main: bool = T
             target.copy_(saved)
         if not main:
             step.meter.steps.copy_(content["meter"][3])
+    step.scaler.load_state_dict(content.get("scaler", {}))  # older checkpoints are of runs without one
     torch.set_rng_state(content["random"])
     if step.device.type == "cuda" and content["random_cuda"] is not None:
         torch.cuda.set_rng_state(content["random_cuda"], step.device)

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from recnets.data import EpochLoader, Split
 from recnets.training.distributed import Processes
+from recnets.training.precision import Precision, autocast
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ class Evaluator:
         std: Sequence[float],
         device: torch.device,
         batch_size: int = 1000,
-        bf16: bool = False,
+        precision: Precision = "fp32",
         channels_last: bool = False,
         processes: Processes | None = None,
     ) -> None:
         self.processes = processes or Processes()
         self.size, self.num_classes, self.device = len(split), num_classes, device
-        self.bf16, self.channels_last = bf16, channels_last
+        self.precision, self.channels_last = precision, channels_last
         rank, world = self.processes.rank, self.processes.world
         self.loader = EpochLoader(
             split, max(batch_size, world), mean=mean, std=std, device=device, shuffle=False, rank=rank, world=world
@@ -111,7 +112,7 @@ class Evaluator:
         inputs = self.loader.normalise(images)
         if self.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+        with autocast(self.precision, self.device):
             logits: Tensor = model(inputs)
         return logits.float()
 
@@ -123,7 +124,7 @@ def evaluate(
     mean: Sequence[float],
     std: Sequence[float],
     batch_size: int = 1000,
-    bf16: bool = False,
+    precision: Precision = "fp32",
 ) -> Evaluation:
     """Evaluate `model` where it is on a whole split.
 
@@ -135,4 +136,7 @@ def evaluate(
     num_classes = getattr(model, "num_classes", None)
     if not isinstance(num_classes, int):
         num_classes = int(split.labels.max()) + 1
-    return Evaluator(split, num_classes, mean=mean, std=std, device=device, batch_size=batch_size, bf16=bf16)(model)
+    evaluator = Evaluator(
+        split, num_classes, mean=mean, std=std, device=device, batch_size=batch_size, precision=precision
+    )
+    return evaluator(model)

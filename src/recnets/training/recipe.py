@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from recnets.errors import Misuse
+from recnets.training.precision import Precision
 from recnets.utils import did_you_mean
 
 
@@ -56,7 +57,6 @@ def _as_arguments() -> Any:
 
 ModelOptions = Annotated[dict[str, Any], _as_arguments()]
 
-Precision = Literal["fp32", "tf32", "bf16"]
 Granularity = Literal["step", "epoch"]
 Decay = Literal["all", "weights"]
 Init = Literal["model", "torch", "torch-1.1"]
@@ -129,7 +129,7 @@ class Recipe:
     """Temperature of the soft targets."""
 
     precision: Precision = "fp32"
-    """fp32, tf32 (fp32 with tensor cores' shorter products) or bf16 autocast."""
+    """fp32, tf32 (fp32 with tensor cores' shorter products), or autocast in bf16 or, the loss scaled, in fp16."""
     channels_last: bool = False
     """Keep images and activations in channels-last order."""
     sync_batchnorm: bool = False

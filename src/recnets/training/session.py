@@ -21,6 +21,7 @@ from recnets.training.evaluate import Evaluator
 from recnets.training.mix import Mixer
 from recnets.training.objective import Objective
 from recnets.training.options import RunOptions
+from recnets.training.precision import allow_tf32
 from recnets.training.recipe import Recipe
 from recnets.training.step import TrainStep, make_optimizer, preserved
 
@@ -51,7 +52,8 @@ def build_session(
     recipe: Recipe, options: RunOptions, data: DataSet, device: torch.device, processes: Processes
 ) -> Session:
     """Everything fresh and seeded; the same on every process."""
-    _set_precision(recipe, device)
+    allow_tf32(recipe.precision, device)
+    torch.backends.cudnn.benchmark = device.type == "cuda"  # shapes are fixed
     torch.manual_seed(recipe.seed)
     model = build_model(recipe, options, data).to(device)
     _check_fit(model, data, device)
@@ -80,7 +82,7 @@ def build_session(
         loader.normalise,
         forward=_wrap(model, options, device, processes),
         device=device,
-        bf16=recipe.precision == "bf16",
+        precision=recipe.precision,
         channels_last=recipe.channels_last,
         average=average,
         world=processes.world,
@@ -97,7 +99,7 @@ def build_session(
             std=data.std,
             device=device,
             batch_size=options.eval_batch,
-            bf16=recipe.precision == "bf16",
+            precision=recipe.precision,
             channels_last=recipe.channels_last,
             processes=processes,
         )
@@ -218,12 +220,3 @@ def _use_graph(options: RunOptions, device: torch.device, processes: Processes) 
     if options.graph == "on" and not possible:
         raise Misuse("--graph on needs one process on a CUDA device; use --graph auto")
     return possible and options.graph != "off"
-
-
-def _set_precision(recipe: Recipe, device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    fast = recipe.precision != "fp32"  # torch's default for convolutions would be tf32
-    torch.backends.cuda.matmul.allow_tf32 = fast
-    torch.backends.cudnn.allow_tf32 = fast
-    torch.backends.cudnn.benchmark = True  # shapes are fixed

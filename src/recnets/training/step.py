@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from recnets.training.ema import WeightAverage
 from recnets.training.mix import mix_images
 from recnets.training.objective import Objective
+from recnets.training.precision import Precision, autocast
 
 WARM_UP_STEPS = 3  # before a capture: lazy initialisation, autotuning and compilation happen there
 
@@ -66,6 +67,7 @@ class TrainStep:
         model: the plain module (what is saved).
         forward: what is called for logits: `model`, or it compiled or wrapped for several processes.
         normalise: uint8 (n, C, H, W) -> float32.
+        precision: in fp16 the loss is scaled, and a step whose gradients overflow is left out.
         world: processes whose gradients are averaged after each backward pass.
         graph: record one CUDA graph for every batch size, and replay it.
     """
@@ -79,7 +81,7 @@ class TrainStep:
         *,
         forward: Callable[[Tensor], Tensor] | None = None,
         device: torch.device,
-        bf16: bool = False,
+        precision: Precision = "fp32",
         channels_last: bool = False,
         average: WeightAverage | None = None,
         world: int = 1,
@@ -87,9 +89,12 @@ class TrainStep:
     ) -> None:
         self.model, self.optimizer, self.objective, self.normalise = model, optimizer, objective, normalise
         self.forward = forward if forward is not None else model
-        self.device, self.bf16, self.channels_last = device, bf16, channels_last
+        self.device, self.precision, self.channels_last = device, precision, channels_last
         self.average, self.world, self.graph = average, world, graph
         self.meter = Meter(device)
+        # Gradients of fp16 would vanish below 6e-8; what overflows is a step that is not made, and a smaller scale.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+        self.scaler.scale(torch.zeros((), device=device))  # its tensors are made now: a recorded step changes them
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._pool: Any = None
         start_momentum(optimizer)
@@ -136,13 +141,14 @@ class TrainStep:
             inputs = mix_images(inputs, mask)
         if self.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+        with autocast(self.precision, self.device):
             logits = self.forward(inputs)
             loss = self.objective(logits, labels, inputs, share)
         # Gradients are averaged over processes; this weight makes the average that of the global batch, however
         # its images are shared out.
-        (loss * (len(labels) * self.world / global_size)).backward()
-        self.optimizer.step()
+        self.scaler.scale(loss * (len(labels) * self.world / global_size)).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.update()
@@ -161,6 +167,7 @@ class TrainStep:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         self.optimizer.zero_grad(set_to_none=True)
+        scale = self.scaler.state_dict()
         with preserved(self.mutable_tensors(), self.device):
             side = torch.cuda.Stream(self.device)
             side.wait_stream(torch.cuda.current_stream(self.device))
@@ -169,6 +176,7 @@ class TrainStep:
                     self._step(*arguments)
             torch.cuda.current_stream(self.device).wait_stream(side)
             torch.cuda.synchronize(self.device)
+        self.scaler.load_state_dict(scale)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             self._step(*arguments)
