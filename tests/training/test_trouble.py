@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import sys
@@ -207,3 +208,75 @@ def test_a_terminal_that_closes_never_aborts() -> None:
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_nan_stops_and_keeps_the_good_checkpoint(
+    tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions
+) -> None:
+    recipe = make_recipe(lr=1e20)
+    often = dataclasses.replace(options, checkpoint_steps=1)
+    with pytest.raises(Diverged, match=r"diverged: .* at step \d+ \(epoch 1, step \d of 5\).*--lr .it was 1e\+20") as e:
+        train(recipe, out=tmp_path / "run", data=stripes_data, options=often)
+    assert "last good checkpoint stays in" in str(e.value)
+    content = load_checkpoint(tmp_path / "run" / "checkpoint.pt")
+    for name, tensor in content["model"].items():
+        assert torch.isfinite(tensor.float()).all(), name
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (float("inf"), r"weights or statistics are not finite numbers \(stem.conv.weight: inf\)"),
+        (-2e16, r"exceed 1e\+15 \(stem.conv.weight: 2e\+16\)"),
+    ],
+)
+def test_weights_that_broke_after_a_finite_loss_are_never_saved(
+    tmp_path: Path,
+    stripes_data: DataSet,
+    make_recipe: Make,
+    options: RunOptions,
+    monkeypatch: pytest.MonkeyPatch,
+    value: float,
+    what: str,
+) -> None:
+    original, seen = TrainStep.__call__, [0]
+
+    def call(self: TrainStep, *args: object) -> None:
+        original(self, *args)  # type: ignore[arg-type]
+        seen[0] += 1
+        if seen[0] == 4:
+            with torch.no_grad():
+                next(self.model.parameters())[0] = value
+
+    monkeypatch.setattr(TrainStep, "__call__", call)
+    often = dataclasses.replace(options, checkpoint_steps=2)
+    with pytest.raises(Diverged, match=rf"{what} at step 3 .*after 2 steps"):
+        train(make_recipe(), out=tmp_path / "run", data=stripes_data, options=often)
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["position"]["step"] == 2
+
+
+@pytest.mark.parametrize("value", [1e30, float("nan")])
+def test_a_statistic_may_be_large_and_must_be_a_number(
+    tmp_path: Path,
+    stripes_data: DataSet,
+    make_recipe: Make,
+    options: RunOptions,
+    monkeypatch: pytest.MonkeyPatch,
+    value: float,
+) -> None:
+    """As of a recursion without BN inside, whose states grow by any factor for some batches."""
+    original, seen = TrainStep.__call__, [0]
+
+    def call(self: TrainStep, *args: object) -> None:
+        original(self, *args)  # type: ignore[arg-type]
+        seen[0] += 1
+        if seen[0] == 4:
+            self.model.get_buffer("stem.norm.running_var").fill_(value)
+
+    monkeypatch.setattr(TrainStep, "__call__", call)
+    often = dataclasses.replace(options, checkpoint_steps=2)
+    if math.isfinite(value):
+        assert train(make_recipe(), out=tmp_path / "run", data=stripes_data, options=often).outcome == "finished"
+        return
+    with pytest.raises(Diverged, match=r"weights or statistics are not finite numbers \(stem.norm.running_var: nan\)"):
+        train(make_recipe(), out=tmp_path / "run", data=stripes_data, options=often)

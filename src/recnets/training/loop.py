@@ -307,22 +307,27 @@ class Loop:
         self._clock = now
 
     def _check_weights(self) -> None:
-        """Raise, in every process, where weights or momentum are beyond use in one of them."""
+        """Raise, in every process, where weights or momentum of one are beyond use, or a statistic is no number.
+
+        A statistic may be large: states of a recursion without BN inside grow by any factor, which the BN after them
+        takes out, and some batches later the running variance has forgotten it.
+        """
         session, step = self.session, self.session.step
-        average = step.average.tensors() if step.average is not None else []
-        named = {
-            **session.model.state_dict(),
-            **{f"the momentum of {name}": tensor for name, tensor in named_momentum(session.model, step.optimizer)},
-            **{f"tensor {number} of the average": tensor for number, tensor in enumerate(average)},
-        }
-        largest, name = _largest(named)
-        bad = 0 if largest < LARGEST else 1 if math.isfinite(largest) else 2  # a comparison with nan is false
+        limits: dict[str, tuple[Tensor, float]] = {n: (p, LARGEST) for n, p in session.model.named_parameters()}
+        for name, tensor in named_momentum(session.model, step.optimizer):
+            limits[f"the momentum of {name}"] = tensor, LARGEST
+        for name, tensor in session.model.named_buffers():
+            limits[name] = tensor, math.inf
+        for number, tensor in enumerate(step.average.tensors() if step.average is not None else []):
+            limits[f"tensor {number} of the average"] = tensor, math.inf
+        largest, name = _farthest(limits)
+        bad = 0 if largest is None else 1 if math.isfinite(largest) else 2
         worst = session.processes.largest([bad], session.device)[0]
         if worst:
             what = (
-                "the weights are not finite numbers"
+                "weights or statistics are not finite numbers"
                 if worst == 2
-                else f"weights, statistics or momentum exceed {LARGEST:g}"
+                else f"weights or momentum exceed {LARGEST:g}"
             )
             here = f" ({name}: {largest:.3g})" if bad else ""
             raise self._diverged(what + here, max(self.position.step - 1, 0))
@@ -343,9 +348,13 @@ class Loop:
         self._saved_at, self._saved = time.monotonic(), (position.epoch, position.step)
 
 
-def _largest(named: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest magnitude, nan where there is one, and whose it is."""
-    floating = {name: t for name, t in named.items() if t.is_floating_point() and t.numel() > 0}
-    norms = torch._foreach_norm(list(floating.values()), ord=math.inf)
-    largest, index = torch.stack([n.float() for n in norms]).max(0)
+def _farthest(limits: dict[str, tuple[Tensor, float]]) -> tuple[float | None, str]:
+    """The largest magnitude at or beyond its limit, nan before all, and whose it is; (None, "") where there is none."""
+    floating = {name: pair for name, pair in limits.items() if pair[0].is_floating_point() and pair[0].numel() > 0}
+    norms = torch._foreach_norm([tensor for tensor, _ in floating.values()], ord=math.inf)
+    magnitudes = torch.stack([norm.float() for norm in norms])
+    within = magnitudes < torch.tensor([limit for _, limit in floating.values()], device=magnitudes.device)
+    if bool(within.all()):  # a comparison with nan is false
+        return None, ""
+    largest, index = magnitudes.masked_fill(within, 0).max(0)
     return float(largest), list(floating)[int(index)]
