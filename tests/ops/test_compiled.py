@@ -65,9 +65,12 @@ def assert_nothing_spills(compiler: Compiler) -> None:
 
 
 def assert_products_overlap(logs: list[str]) -> None:
-    """The compiler says so where it makes each product of a warpgroup wait for the one before."""
+    """The compiler says so where each product of a warpgroup waits for the one before, or where it adds a fence.
+
+    It adds one, and a product besides, for what is committed in another place than where the products are.
+    """
     assert logs
-    assert not [log for log in logs if "serialized" in log]
+    assert not [log for log in logs if "serialized" in log or "injected" in log]
 
 
 # Plans do not depend on the number of steps.

@@ -62,8 +62,8 @@ backward_wide(const u16* dh, const u16* packed, const u16*, const float* gamma, 
             if (i < D - 1) {
                 wgmma_fence(acc);
                 convolve_planes<SO>(acc, hs + buffer * BYTES_H, corners, weights);
+                wgmma_commit();  // here: elsewhere the compiler adds a product to commit where there is none
             }
-            wgmma_commit();
             if (BUFFERS == 2) prepare();
             wgmma_wait(acc);
             copy_wait<0>();
