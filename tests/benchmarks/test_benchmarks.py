@@ -228,3 +228,16 @@ def test_matrix_products_are_checked(script, monkeypatch, capsys):
     monkeypatch.setattr(torch, "mm", unfinished)
     assert products.main() == 1
     assert "2 of 2 shapes are wrong" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_products_of_warpgroups_are_timed_where_there_are_any():
+    done = run("wgmma.py", "--compile")
+    if "pip install nvidia-cuda-nvrtc" in done.stderr:
+        pytest.skip("needs NVRTC")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^[01] \d\d Resources\(registers=\d+, spilled=0\)$", done.stdout, re.MULTILINE)) == 3
+    if not torch.cuda.is_available():
+        done = run("wgmma.py")
+        assert done.returncode == 2
+        assert done.stderr.startswith("this benchmark needs a CUDA device of compute capability 9")

@@ -209,3 +209,9 @@ def test_plans_for_a_share_of_the_device(layer, count, rms, monkeypatch):
     monkeypatch.setattr(crc, "multiprocessors", lambda index: count)
     shape = (layer.n, layer.h, layer.w, layer.si, layer.so, layer.d, layer.kx, layer.kh)
     check_forward_and_every_gradient(shape, torch.bfloat16, rms)
+
+
+def test_a_device_too_small_for_the_blocks_of_one_tile(emulated, rms):
+    emulated(1)
+    with pytest.raises(RuntimeError, match="forward needs 2 blocks at once for Layer"):
+        check_forward_and_every_gradient((2, 8, 8, 32, 128, 2, 3, 3), torch.bfloat16, rms, "cpu")

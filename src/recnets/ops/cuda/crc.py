@@ -165,11 +165,12 @@ class Sums:
 
 def _grid(kernel: nvrtc.Kernel, chosen: plan.Plan, layer: Layer, device: int) -> tuple[int, int, int]:
     """Blocks of a cooperative launch: one for every tile and split, no more than the device holds at once."""
-    splits = layer.so // chosen.nb
+    splits, tiles = layer.so // chosen.nb, chosen.tile.count(layer)
     most = kernel.resident() * multiprocessors(device) // splits
-    if chosen.single and chosen.tile.count(layer) > most:
-        raise RuntimeError(f"{kernel.name} needs {chosen.tile.count(layer) * splits} blocks at once for {layer}")
-    return min(chosen.tile.count(layer), most) * splits, 1, 1
+    least = tiles if chosen.single else 1
+    if most < least:
+        raise RuntimeError(f"{kernel.name} needs {least * splits} blocks at once for {layer}")
+    return min(tiles, most) * splits, 1, 1
 
 
 def sigma_defines(*, batch: bool, relu: bool) -> dict[str, int]:
