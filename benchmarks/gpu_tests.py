@@ -35,6 +35,7 @@ COUNTED = ("passed", "failed", "errors", "error", "skipped")
 
 def pytest_collection_modifyitems(config: object, items: list[object]) -> None:
     """For pytest, which loads this file as a plugin: keep this process's share of the tests."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it: `stop` must not
     number, of = map(int, os.environ[SHARD].split("/"))
     items[:] = items[number::of]
 

@@ -351,7 +351,7 @@ class Loop:
 def _farthest(limits: dict[str, tuple[Tensor, float]]) -> tuple[float | None, str]:
     """The largest magnitude at or beyond its limit, nan before all, and whose it is; (None, "") where there is none."""
     floating = {name: pair for name, pair in limits.items() if pair[0].is_floating_point() and pair[0].numel() > 0}
-    norms = torch._foreach_norm([tensor for tensor, _ in floating.values()], ord=math.inf)
+    norms = torch._foreach_norm([tensor.detach() for tensor, _ in floating.values()], ord=math.inf)
     magnitudes = torch.stack([norm.float() for norm in norms])
     within = magnitudes < torch.tensor([limit for _, limit in floating.values()], device=magnitudes.device)
     if bool(within.all()):  # a comparison with nan is false
