@@ -27,14 +27,14 @@ class Journal:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.ended: dict[str, Any] = {}
-        self.lost: set[str] = set()
+        self.lost: list[str] = []
         for line in path.read_text().splitlines() if path is not None and path.exists() else []:
             entry = json.loads(line)
             if "result" in entry:
                 self.ended[entry["name"]] = entry["result"]
-                self.lost.discard(entry["name"])
+                self.lost.remove(entry["name"])
             else:
-                self.lost.add(entry["name"])
+                self.lost.append(entry["name"])
 
     def begin(self, name: str) -> None:
         self._write({"name": name})
@@ -78,14 +78,17 @@ def supervise(script: str, patience: float) -> int:
             finally:  # Ctrl-C too
                 process.kill()
                 process.wait()
-            new = sorted(Journal(path).lost - lost)
+            new = [name for name in Journal(path).lost if name not in lost]
+            how = f"hung for {patience:.0f} s" if status is None else f"was ended by signal {-status}"
             if status == FAULT:
                 print("the device is of no use after a fault: a new process goes on", file=sys.stderr, flush=True)
-            elif (status is None or status < 0) and new:
-                how = f"hung for {patience:.0f} s" if status is None else f"was ended by signal {-status}"
+            elif status is not None and status >= 0:
+                return status
+            elif new:
                 print(f"{new[-1]}: the process {how}; a new one goes on without it", file=sys.stderr, flush=True)
             else:
-                return 1 if status is None or status < 0 else status
+                print(f"the process {how} where nothing new was begun: that is the end", file=sys.stderr, flush=True)
+                return 1
 
 
 def _wait(process: subprocess.Popen[bytes], journal: Path, patience: float) -> int | None:

@@ -123,6 +123,8 @@ class Measuring:
             kernel = kernels.kernel(kernel_of(self.name, each), torch.bfloat16, 0, constants, each.shared)
             row |= kernel.resources._asdict()
             if kernel.resources.spilled > A_FEW and not chosen:
+                self.known.begin(key)
+                self.known.end(key, row)
                 return row
             if not self.expected and not chosen:
                 raise ValueError("not compared: the chosen plan failed")
@@ -155,16 +157,20 @@ def measure(name: str, layer: Layer, plans: list[Any], known: Journal) -> list[R
     compile_all(name, layer, plans)
     rows = [measuring.row(each, chosen=each is plans[0]) for each in plans]
     finals, key = finalists(rows), f"{name} {layer} by turns"
-    if finals and key not in known.lost:
+    if not finals or key in known.lost:
+        return rows
+    if key not in known.ended:
         known.begin(key)
         try:
             times = by_turns(name, layer, [plans[i] for i in finals], measuring.run)
-            for index, time in zip(finals, times, strict=True):
-                rows[index]["us_by_turns"] = round(time * 1e6, 1)
+            known.end(key, {str(i): round(time * 1e6, 1) for i, time in zip(finals, times, strict=True)})
         except RuntimeError as error:
             print(f"{key}: {error}", file=sys.stderr)
             if is_faulty():
                 give_up()
+            known.end(key, {})
+    for index, us in known.ended[key].items():
+        rows[int(index)]["us_by_turns"] = us
     return rows
 
 

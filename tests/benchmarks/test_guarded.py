@@ -25,6 +25,8 @@ Path(__file__).with_suffix(".pid").write_text(str(os.getpid()))
 for name in sys.argv[2:]:
     if name in known.ended or name in known.lost:
         continue
+    if name == "nowhere":
+        time.sleep(600)
     known.begin(name)
     if name == "hang":
         time.sleep(600)
@@ -64,6 +66,17 @@ def test_what_a_process_was_at_when_it_ended_is_left_out_by_the_next(start):
     ]
 
 
+@pytest.mark.slow
+def test_the_last_that_was_begun_is_named_and_a_process_that_begins_nothing_is_not_started_again(start):
+    process = start("die", "a", "nowhere")
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert errors.splitlines() == [
+        "die: the process was ended by signal 9; a new one goes on without it",
+        "the process hung for 5 s where nothing new was begun: that is the end",
+    ]
+
+
 def test_an_error_that_is_no_fault_ends_it(start):
     process = start("a", "error", "b")
     assert "ZeroDivisionError" in process.communicate(timeout=60)[1]
@@ -88,11 +101,12 @@ def test_a_journal_tells_what_ended_from_what_was_lost(script, tmp_path):
     first = guarded.Journal(path)
     first.begin("a")
     first.end("a", {"us": 1.5})
+    first.begin("d")
     first.begin("b")
     second = guarded.Journal(path)
-    assert (second.ended, second.lost) == ({"a": {"us": 1.5}}, {"b"})
-    assert [json.loads(line)["name"] for line in path.read_text().splitlines()] == ["a", "a", "b"]
+    assert (second.ended, second.lost) == ({"a": {"us": 1.5}}, ["d", "b"])
+    assert [json.loads(line)["name"] for line in path.read_text().splitlines()] == ["a", "a", "d", "b"]
     forgetful = guarded.Journal()
     forgetful.begin("a")
     forgetful.end("a", 1)
-    assert (forgetful.ended, forgetful.lost) == ({"a": 1}, set())
+    assert (forgetful.ended, forgetful.lost) == ({"a": 1}, [])
