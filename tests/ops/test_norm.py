@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from recnets.layers.norm import norm_of
+from recnets.models import create_model
 
 
 def batch_norm(channels, **options):
@@ -77,6 +78,14 @@ def test_compiled_frozen_norms_have_gradients_in_the_order_of_their_input(dtype,
     with torch.no_grad():
         apply(z)
     assert "batch_norm" in graphs[1]
+
+
+def test_exported_networks_keep_their_norms():
+    """For tools that fold them into the convolutions before them."""
+    model = create_model("RecNet(4, 2, 2, 2, 2)").eval()
+    program = torch.export.export(model, (torch.randn(2, 3, 8, 8),))
+    norms = [node for node in program.graph.nodes if "batch_norm" in str(node.target)]
+    assert len(norms) == 1 + 2 * (2 + 1) * 2  # the stem; in each stage two modules of two steps and a transition
 
 
 def test_without_running_statistics_evaluation_uses_the_batch(assert_near):

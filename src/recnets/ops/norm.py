@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recnets.ops.compiler import exporting
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 else:
@@ -46,7 +48,8 @@ class Norm(NamedTuple):
         """(N, C, H, W) -> the same shape, normalised; running statistics move in place in training."""
         if self.batch_statistics and self.group is not None:
             return _sync_batch_norm(z, self)
-        if not self.batch_statistics and torch.compiler.is_compiling() and torch.is_grad_enabled():
+        compiling = torch.compiler.is_compiling() and not exporting()  # what is exported keeps its norms, to be folded
+        if not self.batch_statistics and compiling and torch.is_grad_enabled():
             # On CUDA the gradient of a frozen F.batch_norm comes in NCHW order, whatever z's; compilers expect z's.
             scale, shift = (self.in_float32() if z.dtype.itemsize == 2 else self).affine()
             return (z * scale[:, None, None] + shift[:, None, None]).to(z.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from recnets.ops.compiler import exporting
 from recnets.ops.norm import Norm
 
 JOINT_PIXELS = 1
@@ -33,12 +34,6 @@ class Recurrence(NamedTuple):
     nonlinearity: str = "separate_bn_relu"
     recurrent: bool = True
     padding_mode: str = "zeros"
-
-
-def exporting() -> bool:
-    """Is torch.export looking on? PyTorch 2.11 has `torch.compiler.is_exporting()` true in torch.compile as well."""
-    flag = getattr(torch.compiler, "_is_exporting_flag", None)
-    return torch.compiler.is_exporting() if flag is None else flag
 
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, padding_mode: str = "zeros") -> Tensor:
