@@ -18,6 +18,7 @@ from recnets.errors import RecNetsError
 from recnets.models import read_metadata
 from recnets.training import Evaluator, Recipe, RunOptions, evaluate, load_recipe, train
 from recnets.training.distributed import Processes
+from recnets.training.precision import computing
 
 
 class Fixed(nn.Module):
@@ -194,3 +195,16 @@ def test_train_and_resume_from_the_command_line(
     (tmp_path / "file").write_text("")
     assert main(["train", "--out", str(tmp_path / "file" / "run"), "--device", "cpu"]) == 1
     assert "cannot write to the run folder" in " ".join(capsys.readouterr().err.split())
+
+
+def test_precisions_hold_inside_and_leave_no_trace() -> None:
+    def allowed() -> tuple[bool, bool]:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+    before, cuda = allowed(), torch.device("cuda")
+    with computing("tf32", cuda):
+        assert allowed() == (True, True)
+        with computing("fp32", cuda):
+            assert allowed() == (False, False)
+        assert allowed() == (True, True)
+    assert allowed() == before

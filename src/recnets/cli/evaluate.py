@@ -17,7 +17,7 @@ from recnets.errors import RecNetsError
 from recnets.models import load_weights
 from recnets.training import Evaluation, Evaluator
 from recnets.training.distributed import Processes, choose_device
-from recnets.training.precision import Precision, allow_tf32
+from recnets.training.precision import Precision
 
 
 def command(
@@ -52,7 +52,6 @@ def command(
         raise ValueError(f"batch must be at least 1, got {batch}")
     model, metadata = load_weights(weights)
     where = choose_device(device, Processes())
-    allow_tf32(precision, where)
     spec = spec_of(metadata, data)
     found = data_of(metadata, data, data_dir, max_bad)
     if model.num_classes != found.num_classes:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from recnets.data import EpochLoader, Split
 from recnets.training.distributed import Processes
-from recnets.training.precision import Precision, autocast
+from recnets.training.precision import Precision, computing
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Evaluator:
         inputs = self.loader.normalise(images)
         if self.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        with autocast(self.precision, self.device):
+        with computing(self.precision, self.device):
             logits: Tensor = model(inputs)
         return logits.float()
 

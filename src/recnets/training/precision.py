@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -16,7 +18,19 @@ def autocast(precision: Precision, device: torch.device) -> torch.autocast:
 
 
 def allow_tf32(precision: Precision, device: torch.device) -> None:
-    """PyTorch's own default would be tf32 for convolutions."""
+    """From here on. PyTorch's own default would be tf32 for convolutions."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = precision != "fp32"
         torch.backends.cudnn.allow_tf32 = precision != "fp32"
+
+
+@contextlib.contextmanager
+def computing(precision: Precision, device: torch.device) -> Iterator[None]:
+    """In this precision inside, tf32 included; as before afterwards."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    allow_tf32(precision, device)
+    try:
+        with autocast(precision, device):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
