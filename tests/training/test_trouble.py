@@ -280,3 +280,18 @@ def test_a_statistic_may_be_large_and_must_be_a_number(
         return
     with pytest.raises(Diverged, match=r"weights or statistics are not finite numbers \(stem.norm.running_var: nan\)"):
         train(make_recipe(), out=tmp_path / "run", data=stripes_data, options=often)
+
+
+def test_a_run_whose_every_step_overflows_fp16_says_so(
+    tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss and the weights stay finite: such steps are left out, and only the scale of the loss tells."""
+    backward = torch.Tensor.backward
+
+    def overflowing(self: torch.Tensor) -> None:
+        backward(self * math.inf)
+
+    monkeypatch.setattr(torch.Tensor, "backward", overflowing)
+    recipe = make_recipe(precision="fp16", epochs=10)
+    with pytest.raises(Diverged, match=r"the gradients overflow fp16 at every step at step 16 .*--precision fp32"):
+        train(recipe, out=tmp_path / "run", data=stripes_data, options=dataclasses.replace(options, check_steps=1))

@@ -26,6 +26,7 @@ from recnets.training.stopwatch import Stopwatch, normalise_seconds
 
 Outcome = Literal["finished", "epochs", "time", "interrupted"]
 DIVERGED = 10.0  # times ln(classes), the loss of a guess: no run comes back from a mean loss above that
+LEAST_SCALE = 1.0  # of the loss in fp16, which starts at 65536 and is halved at each step that overflows
 LARGEST = 1e15  # a weight or momentum beyond it is finite still, but the next layers' products are not
 HANG_UP = getattr(signal, "SIGHUP", None)  # Windows has none
 STOPPING = [number for number in (signal.SIGINT, signal.SIGTERM, HANG_UP) if number is not None]
@@ -207,6 +208,9 @@ class Loop:
         bad = session.processes.largest([int(meter.first_bad)], session.device)[0]
         if bad >= 0:
             raise self._diverged("the loss is not a finite number", bad)
+        scaler = session.step.scaler
+        if scaler.is_enabled() and scaler.get_scale() < LEAST_SCALE:  # such steps leave no other trace
+            raise self._diverged("the gradients overflow fp16 at every step", self.position.step - 1)
         loss, hits, images = (session.processes.total(t.clone()).item() for t in (meter.loss, meter.hits, meter.images))
         if images and loss / images > DIVERGED * math.log(max(session.data.num_classes, 2)):
             raise self._diverged(f"the mean loss of the epoch has grown to {loss / images:.4g}", self.position.step - 1)
