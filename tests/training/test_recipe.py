@@ -123,7 +123,8 @@ def test_every_field_can_be_given() -> None:
     given = {
         "model": "recnet_60_480", "data": "cifar10", "model_options": {"e": 8, "head": "hidden", "d": [5, 5, 5]},
         "image_size": 24, "val": 10, "split_seed": 3, "seed": 4, "init": "torch", "epochs": 30, "batch_size": 32,
-        "lr": 0.2, "min_lr": 0.01, "restarts": (5, 10), "lr_granularity": "epoch", "warmup_epochs": 2.0,
+        "weights": "recnet_60_480.cifar100", "lr": 0.2, "min_lr": 0.01, "restarts": (5, 10), "lr_granularity": "epoch",
+        "warmup_epochs": 2.0,
         "momentum": 0.8, "nesterov": False, "dampening": 0.1, "weight_decay": 0.001, "decay": "weights", "pad": 2,
         "flip": False, "label_smoothing": 0.1, "mixup": 0.2, "cutmix": 1.0, "ema": 0.99, "teacher": "t",
         "distill_weight": 0.3, "distill_temperature": 2.0, "precision": "bf16", "channels_last": True,

@@ -20,12 +20,12 @@ from recnets.training.recipe import recipe_changes
 class Train:
     """Train a model. With no arguments: a small RecNet on embedded handwritten digits, in under a minute.
 
-    The settings below show their values for the chosen recipe. The recipe is `quick` for the digits and `paper`
-    for every other data set, unless --recipe names one.
+    The settings below show their values for the chosen recipe. Unless --recipe names one, that is `finetune` with
+    --weights, else `quick` for the digits and `paper` for every other data set.
     """
 
     recipe: str | None = None
-    """A recipe that comes with the package (paper, quick) or a TOML file of settings."""
+    """A recipe that comes with the package (paper, quick, finetune) or a TOML file of settings."""
     out: Path | None = None
     """The run folder; runs/DATE-TIME-MODEL-DATA by default."""
     resume: Path | None = None
@@ -56,16 +56,16 @@ class Train:
 
 
 def starting_recipe(args: Sequence[str]) -> Recipe:
-    """The recipe whose values are the defaults of all settings: a named one, the resumed run's, or by data set.
+    """The recipe whose values are the defaults of all settings: a named one, the resumed run's, or what fits.
 
     One that is named beside --resume is compared with the run's like any other setting.
     """
-    resume, recipe, data = (_value(args, name) for name in ("--resume", "--recipe", "--data"))
+    resume, recipe, data, weights = (_value(args, name) for name in ("--resume", "--recipe", "--data", "--weights"))
     if resume is not None and recipe is None:
         return RunFolder(resume).read_recipe()
     if recipe is None:
-        recipe = "quick" if data in (None, "digits") else "paper"
-    return load_recipe(recipe)
+        recipe = "finetune" if weights is not None else "quick" if data in (None, "digits") else "paper"
+    return load_recipe(recipe, **({} if weights is None else {"weights": weights}))
 
 
 def _value(args: Sequence[str], name: str) -> str | None:

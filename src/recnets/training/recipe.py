@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from recnets.errors import Misuse
+from recnets.models.weights import image_size_of, read_metadata
 from recnets.training.precision import Precision
 from recnets.utils import did_you_mean
 
@@ -82,6 +83,8 @@ class Recipe:
     seed: int = 0
     """Seed of the initial weights, the order of the images and their augmentation."""
 
+    weights: str | None = None
+    """Start from this weights file, run folder or published name; for other classes the classifier starts anew."""
     init: Init = "model"
     """Initial weights by the model's own rule (He's), or PyTorch's: today's, or 1.1's, with BN's drawn from 0 to 1."""
     epochs: int = 100
@@ -229,8 +232,19 @@ def recipe_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
+def _settings_of(weights: str) -> dict[str, Any]:
+    """What a run that starts from these weights trains, and on what size of pictures, unless it is told."""
+    metadata = read_metadata(weights)
+    model = metadata.get("model", {})
+    size = set(image_size_of(metadata))
+    settings = {"model": model.get("name"), "model_options": model.get("overrides", {})}
+    return settings | ({"image_size": size.pop()} if len(size) == 1 else {})
+
+
 def load_recipe(name_or_path: str | Path, **overrides: Any) -> Recipe:
-    """A recipe by name ("paper", "quick") or from a TOML file, with `overrides` on top.
+    """A recipe by name ("paper", "quick", "finetune") or from a TOML file, with `overrides` on top.
+
+    Where it starts from weights, the model and the size of the pictures are theirs unless it names others.
 
     >>> load_recipe("paper", data="cifar10", seed=1).restarts
     (20, 60, 120)
@@ -249,7 +263,10 @@ def load_recipe(name_or_path: str | Path, **overrides: Any) -> Recipe:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise Misuse(f"recipe {name}: not valid TOML: {error}") from error
-    return recipe_from_dict({**values, **overrides}, source=f"recipe {name}")
+    values |= overrides
+    if isinstance(values.get("weights"), str):
+        values = {**_settings_of(values["weights"]), **values}
+    return recipe_from_dict(values, source=f"recipe {name}")
 
 
 def recipe_changes(old: Recipe, new: Recipe) -> list[str]:

@@ -76,7 +76,8 @@ def train(
         if data is None:
             data = _load(recipe, options, processes)
         torch.set_num_threads(options.threads or fitting_threads(recipe.batch_size, data.image_size))
-        session = build_session(recipe, options, data, device, processes)
+        resumed = folder.checkpoint.exists()
+        session = build_session(recipe, options, data, device, processes, resumed=resumed)
         if processes.main:
             folder.claim()
         try:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from recnets.data import Augment, DataSet, EpochLoader
-from recnets.errors import Misuse
+from recnets.errors import Misuse, RecNetsError
 from recnets.layers import CRC, convert_sync_batchnorm
 from recnets.models import create_model
+from recnets.models.weights import load_tensors, read_metadata, read_weights
 from recnets.training.distill import load_teacher
 from recnets.training.distributed import Processes
 from recnets.training.ema import WeightAverage
@@ -49,13 +50,22 @@ class Session:
 
 
 def build_session(
-    recipe: Recipe, options: RunOptions, data: DataSet, device: torch.device, processes: Processes
+    recipe: Recipe,
+    options: RunOptions,
+    data: DataSet,
+    device: torch.device,
+    processes: Processes,
+    *,
+    resumed: bool = False,
 ) -> Session:
-    """Everything fresh and seeded; the same on every process."""
+    """Everything fresh and seeded; the same on every process. A `resumed` run has weights of its own by now."""
     allow_tf32(recipe.precision, device)
     torch.backends.cudnn.benchmark = device.type == "cuda"  # shapes are fixed
     torch.manual_seed(recipe.seed)
-    model = build_model(recipe, options, data).to(device)
+    model = build_model(recipe, options, data)
+    if recipe.weights is not None and not resumed:
+        load_initial(model, recipe.weights, data)
+    model = model.to(device)
     _check_fit(model, data, device)
     model.train()
     _check_smallest_batch(model, recipe, data, device, processes)
@@ -124,6 +134,24 @@ def build_model(recipe: Recipe, options: RunOptions, data: DataSet) -> nn.Module
     if recipe.init == "torch-1.1":
         model.apply(_norms_of_2019)
     return model
+
+
+def load_initial(model: nn.Module, source: str, data: DataSet) -> None:
+    """Copy trained weights into the model; its classifier stays as it is unless they know the same classes."""
+    config, tensors, path = read_weights(source)
+    if config.in_channels != data.in_channels:
+        raise Misuse(
+            f"the weights {source} are for pictures of {config.in_channels} channels, those of {data.name} have "
+            f"{data.in_channels}"
+        )
+    same = read_metadata(path).get("classes") == data.classes
+    try:
+        load_tensors(model, tensors, path, skip=() if same else ("classifier.",))
+    except RecNetsError as error:
+        raise Misuse(
+            f"the weights {source} are of {config.name}, and do not fit the model that was asked for: leave "
+            "--model and --model-options out"
+        ) from error
 
 
 @torch.no_grad()
