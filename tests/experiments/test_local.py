@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -25,6 +26,10 @@ class Log:
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
         self.most = self.now = 0
+        self.refused: set[str] = set()
+
+    def lets(self, job: Job) -> bool:
+        return job.name not in self.refused
 
     def started(self, job: Job) -> None:
         self.now += 1
@@ -75,6 +80,17 @@ def test_nothing_is_started_near_the_deadline(tmp_path, devices):
     assert log.events == []
 
 
+def test_what_may_not_start_is_passed_over(tmp_path, devices):
+    log = Log()
+    log.refused = {"run-0", "run-3"}
+    local.run_jobs(jobs_in(tmp_path, 5), ["cpu"], log)
+    assert [name for kind, name in log.events if kind == "start"] == ["run-2", "run-4"]
+    log = Log()
+    log.refused = {"run-0", "run-2"}
+    local.run_jobs([job for job in jobs_in(tmp_path, 3) if job.name != "run-1"], ["cpu"], log)
+    assert log.events == []
+
+
 def test_an_interrupt_stops_the_processes_first(tmp_path, devices, monkeypatch):
     log = Log()
     monkeypatch.setattr(log, "tick", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -106,6 +122,29 @@ def test_the_board_keeps_results_and_knows_the_time_left(tmp_path, capsys, monke
     assert "time is up" in out
     assert [result["status"] for result in kept] == ["finished", "failed", "time"]
     assert ([line.step.run.name for line in board.failures], board.left()) == ([jobs[1].name], 0.0)
+
+
+def test_only_what_ends_in_time_is_begun(tmp_path, monkeypatch):
+    """By the estimate, and by how much longer than theirs the runs of this call take."""
+    steps = make_plan(places(["demo"], None, 1, Protocol.of(None)), Ledger(tmp_path), tmp_path)
+    steps = [dataclasses.replace(step, seconds=100.0) for step in steps]
+    steps[2] = dataclasses.replace(steps[2], epochs_done=1)
+    jobs = [Job(s.run.name, s.run.recipe.to_dict(), "quick", str(tmp_path / s.run.name), "x") for s in steps]
+
+    def board(until: float | None) -> Board:
+        return Board(steps, {}, tmp_path, 1, lambda job, result: result, until)
+
+    now = time.time()
+    assert [board(now + 110).lets(job) for job in jobs] == [True, True, True]
+    assert [board(now + 90).lets(job) for job in jobs] == [False, False, True]  # the last was begun before
+    assert [board(None).lets(job) for job in jobs] == [True, True, True]
+    slow = board(now + 250)
+    assert slow.lets(jobs[1])
+    slow.started(jobs[0])
+    line = slow.lines[jobs[0].name]
+    line.began -= 150.0  # half of its epochs, in three times what was expected
+    line.epoch = steps[0].run.recipe.epochs // 2
+    assert not slow.lets(jobs[1])
 
 
 def test_the_live_table(tmp_path):

@@ -69,7 +69,8 @@ class Line:
 class Board:
     """Keeps the state of all runs, hands results to `keep`, and shows it all.
 
-    `keep` takes (job, result) and returns the result as it is to be shown.
+    `keep` takes (job, result) and returns the result as it is to be shown. With `until`, a time.time(), a run that is
+    not expected to end by then is not begun.
     """
 
     def __init__(
@@ -79,13 +80,19 @@ class Board:
         work: Path,
         slots: int,
         keep: Callable[[Job, Result], Result],
+        until: float | None = None,
     ) -> None:
         self.lines = {s.run.name: Line(s, papers.get(s.run.name), epoch=s.epochs_done) for s in steps}
-        self.work, self.slots, self.keep = work, max(slots, 1), keep
+        self.work, self.slots, self.keep, self.until = work, max(slots, 1), keep, until
         self._began = self._shown = time.monotonic()
         self._live = self._make_live()
 
     # -- what the engines call -------------------------------------------------------------------------------------
+
+    def lets(self, job: Job) -> bool:
+        """May it start? What was begun earlier may always go on."""
+        line = self.lines[job.name]
+        return self.until is None or line.epoch > 0 or time.time() + line.left() * self._slower() < self.until
 
     def started(self, job: Job) -> None:
         line = self.lines[job.name]

@@ -17,7 +17,9 @@ LEAST = 5.0  # seconds: with less left, a run would not get past its start
 
 
 class Watcher(Protocol):
-    """Who is told what happens; `ended` also keeps the results."""
+    """Who is told what happens; `ended` also keeps the results, and `lets` is asked before a job is started."""
+
+    def lets(self, job: Job) -> bool: ...
 
     def started(self, job: Job) -> None: ...
 
@@ -36,9 +38,8 @@ def run_jobs(jobs: Sequence[Job], devices: Sequence[str], watcher: Watcher, dead
     waiting, free = deque(jobs), list(devices)
     running: dict[str, tuple[Job, str, subprocess.Popen[bytes]]] = {}
     try:
-        while running or (waiting and time_left(deadline)):
-            while waiting and free and time_left(deadline):
-                job = waiting.popleft()
+        while True:
+            while free and time_left(deadline) and (job := pick(waiting, watcher)) is not None:
                 try:
                     process = start(replace(job, options={**job.options, "device": free[0]}))
                 except RecNetsError as error:
@@ -46,6 +47,8 @@ def run_jobs(jobs: Sequence[Job], devices: Sequence[str], watcher: Watcher, dead
                     continue
                 running[job.name] = job, free.pop(0), process
                 watcher.started(job)
+            if not running:
+                return
             for job, device, process in list(running.values()):
                 if process.poll() is not None:
                     del running[job.name]
@@ -59,6 +62,15 @@ def run_jobs(jobs: Sequence[Job], devices: Sequence[str], watcher: Watcher, dead
             result = result_of(job, process)  # one may have finished just now
             watcher.ended(job, {"status": "interrupted"} if result["status"] == "lost" else result)
         raise
+
+
+def pick(waiting: deque[Job], watcher: Watcher) -> Job | None:
+    """Take out the first that may be started; None where there is none."""
+    for job in waiting:
+        if watcher.lets(job):
+            waiting.remove(job)
+            return job
+    return None
 
 
 def time_left(deadline: float | None) -> bool:

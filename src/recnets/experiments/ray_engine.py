@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recnets.experiments.job import Job, Result, result_of, start, stop
-from recnets.experiments.local import Watcher, time_left
+from recnets.experiments.local import Watcher, pick, time_left
 from recnets.utils import require
 
 RETRIES = 3
@@ -75,13 +75,14 @@ def _run_all(ray: Any, waiting: deque[Job], watcher: Watcher, per_gpu: int, dead
     task = ray.remote(max_retries=RETRIES, retry_exceptions=[LostRunError], **needs)(carry_out)
     pending: dict[Any, Job] = {}
     try:
-        while pending or (waiting and time_left(deadline)):
+        while True:
             resources = ray.cluster_resources()
             room = int(resources.get("GPU", 0) * per_gpu) if has_gpus else int(resources.get("CPU", 1))
-            while waiting and len(pending) < max(room, 1) and time_left(deadline):
-                job = waiting.popleft()
+            while len(pending) < max(room, 1) and time_left(deadline) and (job := pick(waiting, watcher)) is not None:
                 pending[task.options(name=job.name).remote(job)] = job
                 watcher.started(job)
+            if not pending:
+                return
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=POLL)
             for reference in ready:
                 watcher.ended(pending[reference], _result(ray, reference))

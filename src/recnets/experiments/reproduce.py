@@ -66,6 +66,8 @@ class Reproduce:
     """Address of a running Ray cluster; by default Ray is started on this machine."""
     max_seconds: float | None = None
     """Stop after this long, every run with a checkpoint to go on from."""
+    whole: bool = False
+    """Begin only runs that are expected to end before --max-seconds, for machines that keep nothing."""
     epochs_until: int | None = None
     """Stop every run after this epoch of its schedule; later calls go on."""
     results: Path = Path("results")
@@ -95,6 +97,8 @@ class Reproduce:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_seconds is not None and self.max_seconds <= MARGIN:
             raise ValueError(f"max_seconds must be more than {MARGIN:g}, got {self.max_seconds}")
+        if self.whole and self.max_seconds is None:
+            raise ValueError("whole is about the runs that end before max_seconds: give both")
         choose(self.engine, ("local", "ray"), "engine")
         for dataset in self.dataset:
             choose(dataset, DATASETS, "dataset")
@@ -174,7 +178,9 @@ def reproduce(request: Reproduce) -> int:
     waiting = sum(step.state != "done" for step in steps)
     paces = measured(ledger, request.work, steps, device_name(device))
     # Estimates put runs in order and are shown in a listing; a single run tells its own pace soon enough.
-    steps = with_times(steps, paces, device if request.dry_run or waiting > 1 else None, _threads(request))
+    steps = with_times(
+        steps, paces, device if request.dry_run or request.whole or waiting > 1 else None, _threads(request)
+    )
     if request.dry_run:
         print(listing(found, steps, device_name(device)))
         return 0
@@ -192,7 +198,8 @@ def reproduce(request: Reproduce) -> int:
     papers = {run.name: place.row.accuracy.get(place.dataset) for place in found for run in place.runs}
     with _only_one(request.work), _terminable():
         devices = _devices(request, len(jobs))
-        board = Board(todo, papers, request.work, len(devices), lambda job, result: _keep(ledger, job, result))
+        until = deadline if request.whole else None
+        board = Board(todo, papers, request.work, len(devices), lambda *ended: _keep(ledger, *ended), until)
         try:
             if request.engine == "ray":
                 ray_engine.run_jobs(
