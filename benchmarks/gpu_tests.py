@@ -1,6 +1,6 @@
-"""Run the tests of the kernels on a GPU, in processes side by side, and keep their log.
+"""Run the tests that need a GPU, in processes side by side, and keep their log.
 
-    python benchmarks/gpu_tests.py                                       # tests/ops
+    python benchmarks/gpu_tests.py                                       # all of the kernels', and of training
     python benchmarks/gpu_tests.py --jobs 4 tests/ops/test_cuda_kernels.py tests/ops/test_cuda_maps.py
 
 Nearly all of their time is compiling, on one core a process. Needs pytest and no plugin of it. The log,
@@ -29,6 +29,12 @@ from common import RESULTS, context, file_name, origin
 from recnets.utils import atomic_write
 
 ROOT = Path(__file__).parents[1]
+PATHS = [
+    "tests/ops",
+    "tests/data/test_loader.py",
+    "tests/training/test_step.py",
+    "tests/training/test_stopwatch.py",
+]
 SHARD = "RECNETS_SHARD"  # "2/8": of every eight tests the third
 COUNTED = ("passed", "failed", "errors", "error", "skipped")
 
@@ -105,7 +111,7 @@ def run(paths: Sequence[str], jobs: int) -> Iterator[tuple[str, int, Counter[str
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", default=["tests/ops"], help="files and folders of tests")
+    parser.add_argument("paths", nargs="*", default=PATHS, help="files and folders of tests")
     parser.add_argument("--jobs", type=int, default=8, help="processes side by side")
     parser.add_argument("--anywhere", action="store_true", help="without a GPU too, where most of them are skipped")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the log")

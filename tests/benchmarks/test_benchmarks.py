@@ -114,6 +114,14 @@ def test_tests_that_are_stopped_leave_their_log_and_no_process(tmp_path):
         os.kill(int(started.read_text()), 0)
 
 
+def test_every_file_with_tests_for_a_gpu_is_run_there(script):
+    root = FOLDER.parent
+    marked = [path for path in (root / "tests").rglob("test_*.py") if "@pytest.mark.gpu\n" in path.read_text()]
+    run_there = [root / path for path in script("gpu_tests").PATHS]
+    assert len(marked) > 5
+    assert not [path for path in marked if not any(path.is_relative_to(place) for place in run_there)]
+
+
 def test_outcomes_are_read_from_what_pytest_prints(script):
     outcomes = script("gpu_tests").outcomes
     assert outcomes("..s\n80 passed, 2 skipped, 7 deselected in 61.81s (0:01:01)\n") == {"passed": 80, "skipped": 2}
