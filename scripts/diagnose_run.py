@@ -14,6 +14,7 @@ import argparse
 import copy
 import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from recnets.errors import RecNetsError
 from recnets.layers import CRC
 from recnets.models.weights import load_weights
 from recnets.training import evaluate
+from recnets.training.statistics import with_new_statistics
 
 DEAD = 1e-2
 MOMENTUM = 0.1  # of BN in training: a batch counts for half after seven
@@ -55,19 +57,10 @@ def cut(model: nn.Module) -> tuple[int, int]:
     return sum(int((state < DEAD).all(dim=1).sum()) for state in states), sum(len(state) for state in states)
 
 
-@torch.no_grad()
-def with_new_statistics(
-    model: nn.Module, loader: EpochLoader, batches: int, epoch: int = 0, momentum: float | None = None
-) -> nn.Module:
-    """A copy of `model` whose running statistics are from so many batches of training images, averages by default."""
-    model = copy.deepcopy(model).train()
-    for norm in model.modules():
-        if isinstance(norm, nn.BatchNorm2d):
-            norm.reset_running_stats()
-            norm.momentum = momentum
+def inputs_of(loader: EpochLoader, batches: int, epoch: int = 0) -> Iterator[Tensor]:
+    """So many batches of training images."""
     for batch in itertools.islice(loader.epoch(epoch), batches):
-        model(loader.normalise(batch.images).contiguous(memory_format=torch.channels_last))
-    return model.eval()
+        yield loader.normalise(batch.images).contiguous(memory_format=torch.channels_last)
 
 
 def main() -> None:
@@ -98,14 +91,15 @@ def main() -> None:
         print(f"gradient in {str(dtype)[6:]}: {100 * error:.1f} % off float64, cosine {cosine:.4f}", flush=True)
 
     print(f"accuracy as saved: {evaluate(model, data.test, **norm).accuracy:.2f} %", flush=True)
-    again = evaluate(with_new_statistics(model, loader, args.batches), data.test, **norm).accuracy
+    again = evaluate(with_new_statistics(model, inputs_of(loader, args.batches)), data.test, **norm).accuracy
     print(f"accuracy with BN's statistics from {args.batches} batches: {again:.2f} %", flush=True)
     for draw in range(1, args.draws + 1):
         found = [
-            evaluate(with_new_statistics(model, loader, args.batches, draw, momentum), data.test, **norm).accuracy
+            evaluate(with_new_statistics(model, inputs_of(loader, args.batches, draw), momentum), data.test, **norm)
             for momentum in (MOMENTUM, None)
         ]
-        print(f"draw {draw}: as training leaves them {found[0]:.2f} %, averages {found[1]:.2f} %", flush=True)
+        left, averages = (evaluation.accuracy for evaluation in found)
+        print(f"draw {draw}: as training leaves them {left:.2f} %, averages {averages:.2f} %", flush=True)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,17 @@ def test_rows_are_filled_by_their_own_runs_only(ledger):
     assert set(results.tables) == {"1a", "1b", "1c", "1d", "2", "3"}
 
 
+def test_accuracies_with_averaged_statistics_stand_beside_the_others_where_there_are_any(ledger, make_entry):
+    assert "averaged" not in write_tables(collect(ledger, PAPER))
+    run = next(p for p in places(["2"], ["cifar100"], 1, BF16) if p.row.title == "RecNet-60-640").runs[0]
+    ledger.add({**make_entry(run, 74.0), "averaged_accuracy": 74.36})
+    text = write_tables(collect(ledger, PAPER))
+    rows = [line for line in text.partition("## The runs")[2].splitlines() if line.startswith("| [")]
+    assert "| 74.00 | 74.36 | 99.00 |" in next(row for row in rows if "recnet_60_640" in row)
+    assert "| 72.50 | – | 99.00 |" in next(row for row in rows if "mobilenet" in row)
+    assert "averaged over 100 batches" in text
+
+
 def test_the_text(ledger):
     assert main(["tables", "--results", str(ledger.folder), "--no-figures"]) == 0
     text = (ledger.folder / "TABLES.md").read_text()

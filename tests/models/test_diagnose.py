@@ -6,9 +6,8 @@ import sys
 
 import pytest
 import torch
-from torch import nn
 
-from recnets.data import DataSet, EpochLoader, Split
+from recnets.data import DataSet, Split
 from recnets.models import create_model, save_weights
 
 NORM = {"mean": (0.5,), "std": (0.25,)}
@@ -41,21 +40,6 @@ def test_gradients_differ_by_their_precision(script, model, split):
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
     ]
     assert errors[0] < 1e-4 < errors[1] < errors[2] < 0.5
-
-
-def test_statistics_are_those_of_the_batches(script, model, split):
-    loader = EpochLoader(split, 16, **NORM)
-    new = script.with_new_statistics(model, loader, 2)
-    seen = [loader.normalise(batch.images) for batch in loader.epoch(0)][:2]
-    stem, norm = new.stem.conv, new.stem.norm
-    assert isinstance(norm, nn.BatchNorm2d)
-    means = [stem(images).mean((0, 2, 3)) for images in seen]
-    torch.testing.assert_close(norm.running_mean, (means[0] + means[1]) / 2)
-    assert not new.training
-    torch.testing.assert_close(
-        script.with_new_statistics(model, loader, 2, momentum=0.5).stem.norm.running_mean, means[0] / 4 + means[1] / 2
-    )
-    assert model.stem.norm.running_mean.abs().sum() == 0  # the network itself stays as it was
 
 
 def test_channels_that_training_switched_off(script, model):

@@ -47,6 +47,7 @@ SCHEMA: dict[str, Any] = {
         "final_accuracy": _PERCENT,
         "final_top5": _PERCENT,
         "final_loss": {"type": "number", "minimum": 0},
+        "averaged_accuracy": {**_PERCENT, "null": True},  # entries of before have none
         "parameters": _COUNT,
         "macs": _COUNT,
         "recipe_name": _TEXT,
@@ -326,6 +327,7 @@ def entry_from_folder(run: Run, path: Path, command: str) -> dict[str, Any]:
         "final_accuracy": _rounded(summary["final_accuracy"]),
         "final_top5": _rounded(summary["final_top5"]),
         "final_loss": _rounded(summary["final_loss"]),
+        "averaged_accuracy": _rounded(summary.get("averaged_accuracy")),
         "parameters": summary["parameters"],
         "macs": cost(run.model, run.overrides, run.dataset).macs,
         "recipe_name": Path(run.recipe_name).stem,

@@ -32,6 +32,7 @@ from recnets.training.progress import counted
 from recnets.training.recipe import parse_options
 from recnets.utils import choose, did_you_mean
 
+AVERAGE_BATCHES = 100  # of BN's statistics, for the ledger's second accuracy
 MARGIN = 10.0  # seconds before --max-seconds in which runs under way save their checkpoints
 
 
@@ -118,6 +119,7 @@ class Reproduce:
             "threads": self.threads,
             "epochs_until": self.epochs_until,
             "eval_every": self.eval_every,
+            "average_batches": AVERAGE_BATCHES,
         }
 
     @property

@@ -20,6 +20,9 @@ are for 100 classes: as the paper prints them, with the classifier of its archit
 is trained here unless a row says otherwise), and with the one hidden layer of 160 units that its counts imply
 (*hidden*)."""
 
+AVERAGED = """\
+*averaged* is the accuracy with BN's statistics averaged over 100 batches of training images: training leaves mostly
+those of the last few. No table above has it. """
 SPEED = """\
 *time* is that of all sessions, warm-up and evaluations included. *images/s* is the median epoch of the session that
 trained the most epochs, its first, with compilation and warm-up, left out. Where a run was resumed with another
@@ -124,7 +127,13 @@ def _runs(results: Results) -> str:
         return ""
     header = ["Run", "accuracy", "top-5", "epochs", "time", "images/s", "mult-adds", "device", "commit"]
     rows = [_run_cells(entry, results.runs) for entry in results.used]
-    return f"## The runs\n\n{markdown(header, rows)}\n\n{SPEED}"
+    averaged = [entry.get("averaged_accuracy") for entry in results.used]
+    if any(value is not None for value in averaged):
+        header.insert(2, "averaged")
+        for row, value in zip(rows, averaged, strict=True):
+            row.insert(2, number(value))
+    note = AVERAGED if "averaged" in header else ""
+    return f"## The runs\n\n{markdown(header, rows)}\n\n{note}{SPEED}"
 
 
 def _run_cells(entry: dict[str, Any], runs: str) -> list[str]:

@@ -44,6 +44,8 @@ class RunOptions:
     """Evaluate every so many epochs (the last always)."""
     eval_batch: int = 1000
     """Images a batch in evaluation."""
+    average_batches: int = 0
+    """At the end evaluate once more, with BN's statistics averaged over so many batches of training images."""
     max_bad: float = 0.01
     """Largest share of unreadable pictures in a folder before training refuses to start."""
     tensorboard: bool = False
@@ -60,6 +62,8 @@ class RunOptions:
         for name in ("check_steps", "eval_every", "eval_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.average_batches < 0:
+            raise ValueError(f"average_batches must be 0 or more, got {self.average_batches}")
         if self.max_seconds is not None and self.max_seconds <= 0:
             raise ValueError(f"max_seconds must be greater than 0, got {self.max_seconds}")
         if self.checkpoint_seconds <= 0:

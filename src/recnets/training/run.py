@@ -24,6 +24,7 @@ from recnets.training.recipe import Recipe
 from recnets.training.report import write_report
 from recnets.training.run_folder import RunFolder, default_run_path, to_json
 from recnets.training.session import Session, build_session
+from recnets.training.statistics import averaged_accuracy
 from recnets.utils import atomic_write, git_commit, require, versions
 
 if TYPE_CHECKING:
@@ -221,6 +222,8 @@ def _finish(loop: Loop, origin: dict[str, Any]) -> dict[str, Any]:
         "processes": session.processes.world,
         **origin,
     }
+    if summary["finished"] and session.options.average_batches:
+        summary["averaged_accuracy"] = averaged_accuracy(session, session.options.average_batches)
     if position.best is not None:
         summary["best_epoch"], summary["best_val_accuracy"] = position.best["epoch"], position.best["accuracy"]
     if session.processes.main:
