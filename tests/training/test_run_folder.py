@@ -12,6 +12,7 @@ import pytest
 from recnets.cli.train import parse
 from recnets.errors import RecNetsError
 from recnets.training import Recipe, RunFolder, RunOptions, load_recipe
+from recnets.training.run import own_command
 from recnets.training.run_folder import default_run_path, to_toml
 
 
@@ -132,3 +133,17 @@ def test_default_names_are_free_and_readable(tmp_path: Path) -> None:
         seen.add(path)
         assert "recnet-4-4-8-16-3-3-3-my-cats" in path.name
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["/home/me/.venv/bin/recnet", "train", "--out", "a b"], "recnet train --out 'a b'"),
+        (["/home/me/src/recnets/__main__.py", "train"], "python -m recnets train"),
+    ],
+)
+def test_a_command_is_told_as_one_would_type_it(
+    arguments: list[str], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", arguments)
+    assert own_command() == command

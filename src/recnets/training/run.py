@@ -87,7 +87,7 @@ def train(
                     session,
                     folder,
                     console if processes.main else None,
-                    command or shlex.join(sys.argv),
+                    command or own_command(),
                     began,
                     interrupts,
                 )
@@ -96,6 +96,13 @@ def train(
     finally:
         torch.set_num_threads(threads_before)
         leave_processes(processes)
+
+
+def own_command() -> str:
+    """This process's command as one would type it: the folder of the program is of this machine only."""
+    program = Path(sys.argv[0])
+    words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def fitting_threads(batch_size: int, image_size: tuple[int, int]) -> int:
