@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from recnets.errors import RecNetsError
+
+HANG_UP = getattr(signal, "SIGHUP", None)  # Windows has none
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -81,6 +86,28 @@ def check_utf8(folder: str) -> str:
             f"the folder {name!r} has a name that is not UTF-8, as from an old archive: rename it"
         ) from error
     return folder
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM and SIGHUP are Ctrl-C inside: what is under way is put in order before this process ends."""
+
+    def interrupt(number: int, frame: object) -> None:
+        if number == HANG_UP:
+            signal.signal(number, signal.SIG_IGN)  # a terminal that closes may send more than one
+        raise KeyboardInterrupt
+
+    before: dict[int, Any] = {}
+    for number in (signal.SIGTERM, HANG_UP):
+        if number is None or signal.getsignal(number) == signal.SIG_IGN:  # Windows, nohup
+            continue
+        with contextlib.suppress(ValueError):  # not the main thread: whoever runs us handles signals
+            before[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def require(module: str, extra: str) -> ModuleType:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -45,3 +49,48 @@ def test_what_went_wrong_in_another_process_is_told():
         time_in_turns({"broken": partial(int, "x")}, (1,), threads=1, repeats=1, patience=0)  # type: ignore[dict-item]
     with pytest.raises(RecNetsError, match="'dead' cannot be timed: its process ended"):
         time_in_turns({"dead": partial(os._exit, 3)}, (1,), threads=1, repeats=1, patience=0)  # type: ignore[dict-item]
+
+
+BENCH = """
+import sys, time
+from functools import partial
+from pathlib import Path
+from recnets.deploy.turns import time_in_turns
+
+class Slow:
+    def __init__(self, pids):
+        import os
+        Path(pids).write_text(str(os.getpid()))
+    def __call__(self, x):
+        time.sleep(0.5)
+        return x
+
+if __name__ == "__main__":
+    try:
+        time_in_turns({"slow": partial(Slow, sys.argv[1])}, (1,), threads=1, repeats=1000, patience=0)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT to all", "SIGTERM to one"])
+def test_nothing_is_left_of_what_is_interrupted(number, tmp_path):
+    """A Ctrl-C at a terminal reaches all processes, SIGTERM one of them."""
+    (tmp_path / "bench.py").write_text(BENCH)
+    pid = tmp_path / "pid"
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "bench.py"), str(pid)], stderr=subprocess.PIPE, text=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    while process.poll() is None and not (pid.exists() and pid.read_text()):
+        time.sleep(0.05)
+    time.sleep(1)  # in the midst of a turn
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)

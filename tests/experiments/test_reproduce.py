@@ -182,3 +182,11 @@ def test_two_at_once_are_refused(tmp_path, capsys):
         assert main(["reproduce", "--table", "demo", "--results", str(tmp_path), "--work", str(tmp_path)]) == 1
     assert "another recnet reproduce is at work" in capsys.readouterr().err
     assert os.listdir(tmp_path) == [".lock"]
+
+
+def test_results_that_cannot_be_written_are_found_before_the_first_run(tmp_path, capsys):
+    (tmp_path / "results").write_text("a file")
+    command = ["reproduce", "--table", "demo", "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+    assert main(command) == 1
+    assert "cannot make" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "work") == [".lock"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recnets.cli.train import starting_recipe
+from recnets.cli.train import parse, starting_recipe
 from recnets.data import DataSet, Split
 from recnets.errors import Misuse, RecNetsError
 from recnets.models import load_weights, save_weights
@@ -18,12 +18,13 @@ from recnets.training import Recipe, RunOptions, TrainResult, load_recipe, train
 from recnets.training.session import build_model, load_initial
 
 Make = Callable[..., Recipe]
+TRAINED = "RecNet(2, 2, 2, 2, 2)"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, stripes_data: DataSet) -> Path:
     """The folder of a run that knows the stripes."""
-    recipe = Recipe(model="RecNet(2, 2, 2, 2, 2)", data="stripes", epochs=8, batch_size=16, lr=0.05, pad=1)
+    recipe = Recipe(model=TRAINED, data="stripes", epochs=8, batch_size=16, lr=0.05, pad=1)
     folder = tmp_path_factory.mktemp("runs") / "first"
     return train(recipe, out=folder, data=stripes_data, options=RunOptions(device="cpu", report=False)).folder
 
@@ -44,7 +45,7 @@ def test_the_same_classes_go_on_where_the_weights_stand(
 ) -> None:
     model = build_model(make_recipe(seed=5), options, stripes_data)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    load_initial(model, str(trained), stripes_data)
+    assert load_initial(model, str(trained), stripes_data) == f"from {trained}"
     theirs = load_weights(trained)[0].state_dict()
     for name, value in model.state_dict().items():
         assert torch.equal(value, theirs[name]), name
@@ -56,7 +57,7 @@ def test_other_classes_get_a_classifier_of_their_own(
 ) -> None:
     model = build_model(make_recipe(), options, other_classes)
     classifier = {name: value.clone() for name, value in model.classifier.state_dict().items()}
-    load_initial(model, str(trained), other_classes)
+    assert load_initial(model, str(trained), other_classes) == f"from {trained}, with a new classifier"
     theirs = load_weights(trained)[0].state_dict()
     for name, value in model.state_dict().items():
         if not name.startswith("classifier."):
@@ -103,18 +104,38 @@ def test_a_resumed_run_needs_the_weights_no_more(
     assert run("halves").history[-1]["train_loss"] == whole.history[-1]["train_loss"]
 
 
-def test_weights_name_the_model_and_the_size_of_pictures(
+def test_what_a_recipe_does_not_say_is_as_the_weights_were_trained(
     tmp_path: Path, trained: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions
 ) -> None:
-    recipe = load_recipe("finetune", weights="recnet_60_480.cifar100", data="folder:pictures")
+    recipe = load_recipe("finetune", weights=Path("recnet_60_480.cifar100"))
     assert (recipe.model, recipe.model_options, recipe.image_size) == ("recnet_60_480", {}, 32)
-    assert load_recipe("finetune", weights="recnet_60_480.cifar100", image_size=48).image_size == 48
-    hidden = make_recipe(model_options={"head": "hidden"})
-    save_weights(tmp_path / "w.safetensors", build_model(hidden, options, stripes_data), {"image_size": [24, 16]})
-    recipe = load_recipe("paper", weights=str(tmp_path / "w.safetensors"))
+    assert (recipe.weights, recipe.data) == ("recnet_60_480.cifar100", "cifar100")
+    recipe = load_recipe("finetune", weights="recnet_60_480.cifar100", image_size=48, data="folder:pictures")
+    assert (recipe.image_size, recipe.data) == (48, "folder:pictures")
+    hidden, weights = make_recipe(model_options={"head": "hidden"}), str(tmp_path / "w.safetensors")
+    save_weights(weights, build_model(hidden, options, stripes_data), {"image_size": [24, 16]})
+    recipe = load_recipe("paper", weights=weights)
     assert (recipe.model, recipe.model_options) == (hidden.model, {"head": "hidden"})
     assert recipe.image_size is None  # the data sets' pictures are square, those were not
-    assert load_recipe("quick", weights=str(trained)).model == load_recipe("quick").model  # which names one
+    # Options are laid over the weights' own, those of another model are not.
+    assert load_recipe("paper", weights=weights, model_options={"mode": "stream"}).model_options == {
+        "head": "hidden",
+        "mode": "stream",
+    }
+    assert load_recipe("paper", weights=weights, model="recnet_60_480").model_options == {}
+
+
+def test_only_who_names_the_weights_names_another_model(trained: Path, tmp_path: Path) -> None:
+    assert load_recipe("quick").model != TRAINED
+    recipe = load_recipe("quick", weights=str(trained))
+    assert (recipe.model, recipe.data) == (TRAINED, "digits")  # the data are the recipe's
+    file = tmp_path / "mine.toml"
+    file.write_text(f'weights = "{trained}"\ndata = "folder:pictures"\n')
+    assert load_recipe(file).model == TRAINED
+    file.write_text(file.read_text() + 'model = "recnet_60_480"\n')
+    assert load_recipe(file).model == "recnet_60_480"
+    assert load_recipe(file, weights=str(trained)).model == TRAINED
+    assert load_recipe(file, weights=None).weights is None
 
 
 def test_the_command_line_fine_tunes() -> None:
@@ -122,6 +143,24 @@ def test_the_command_line_fine_tunes() -> None:
     assert recipe == load_recipe("finetune", weights="recnet_60_480.cifar100")
     assert recipe.lr < load_recipe("paper").lr
     assert starting_recipe(["--weights", "recnet_60_480.cifar100", "--recipe", "paper"]).epochs == 200
+    assert starting_recipe(["--weights", "None"]) == load_recipe("quick")
+    assert parse(["--weights", "None"], "recnet train").__self__.settings.weights is None  # type: ignore[attr-defined]
+
+
+def test_options_on_the_command_line_are_laid_over_the_weights_own(
+    tmp_path: Path, stripes_data: DataSet, make_recipe: Make, options: RunOptions
+) -> None:
+    own = {"head": "hidden", "kernel_x": 1}
+    path = str(tmp_path / "w.safetensors")
+    save_weights(path, build_model(make_recipe(model_options=own), options, stripes_data), {})
+
+    def given(*words: str) -> dict[str, object]:
+        train = parse(["--weights", path, *words], "recnet train").__self__  # type: ignore[attr-defined]
+        return dict(train.settings.model_options)
+
+    assert given() == own
+    assert given("--model-options", "padding_mode=circular") == {**own, "padding_mode": "circular"}
+    assert given("--model", "recnet_60_480", "--model-options", "e=2") == {"e": 2}
 
 
 def test_weights_that_are_not_there_or_do_not_fit_are_clear_errors(
@@ -130,7 +169,10 @@ def test_weights_that_are_not_there_or_do_not_fit_are_clear_errors(
     with pytest.raises(RecNetsError, match=r"'recnet_60_48\.cifar100' is neither .*did you mean"):
         load_recipe("finetune", weights="recnet_60_48.cifar100")
     other = make_recipe(model="RecNet(2, 2, 2, 1, 2)", weights=str(trained))
-    with pytest.raises(Misuse, match=r"are of RecNet\(2, 2, 2, 2, 2\), and do not fit .* leave --model"):
+    words = (
+        r"are of RecNet\(2, 2, 2, 2, 2\), and do not fit the RecNet\(2, 2, 2, 1, 2\) .*name no model beside weights$"
+    )
+    with pytest.raises(Misuse, match=words):
         train(other, out=tmp_path / "run", data=stripes_data, options=options)
     grey = dataclasses.replace(
         stripes_data,
@@ -141,6 +183,9 @@ def test_weights_that_are_not_there_or_do_not_fit_are_clear_errors(
         mean=stripes_data.mean[:1],
         std=stripes_data.std[:1],
     )
-    with pytest.raises(Misuse, match="are for pictures of 3 channels, those of stripes have 1"):
+    with pytest.raises(Misuse, match="are for pictures of 3 channels, those of stripes have 1 channel"):
         train(make_recipe(weights=str(trained)), out=tmp_path / "run", data=grey, options=options)
+    other = make_recipe(model_options={"head": "hidden", "kernel_h": 1}, weights=str(trained))
+    with pytest.raises(Misuse, match=r"beside weights; .* has the wrong shape for stages\.0\.0\.crc\.weight_h"):
+        train(other, out=tmp_path / "run", data=stripes_data, options=options)
     assert not (tmp_path / "run").exists()

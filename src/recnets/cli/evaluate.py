@@ -43,7 +43,7 @@ def command(
         split: which images.
         batch: images a batch.
         device: cpu, cuda, cuda:1, mps; auto takes a GPU if there is one.
-        precision: fp32, tf32, or autocast in bf16 or fp16.
+        precision: fp32, tf32, or autocast in bf16 or fp16 (fp16 is for GPUs: slow on a CPU).
         max_bad: the largest share of unreadable pictures in a folder; by default as in training.
         no_per_class: leave the table by class out.
         json: print JSON, for programs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -76,7 +76,7 @@ def _value(args: Sequence[str], name: str) -> str | None:
             found = args[i + 1]
         elif arg.startswith(f"{name}="):
             found = arg.partition("=")[2]
-    return found
+    return None if found == "None" else found  # as the options below read it
 
 
 def parse(args: Sequence[str], prog: str) -> Callable[[], int]:
@@ -85,7 +85,11 @@ def parse(args: Sequence[str], prog: str) -> Callable[[], int]:
     settings = starting_recipe(args)
     options = RunOptions() if resume is None else RunFolder(resume).read_options()
     default = Train(settings=settings, options=options)
-    return tyro.cli(Train, prog=prog, args=list(args), default=default).run
+    parsed = tyro.cli(Train, prog=prog, args=list(args), default=default)
+    if resume is None and parsed.settings.weights is not None and parsed.settings.model == settings.model:
+        both = {**settings.model_options, **parsed.settings.model_options}  # the weights' own, and what is said here
+        parsed.settings = replace(parsed.settings, model_options=both)
+    return parsed.run
 
 
 command = Train

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from recnets.errors import RecNetsError
+from recnets.utils import terminable
 
 # The first runs of a turn are not timed: threads of the way before still spin for a while.
 SETTLE, TIMED, PAUSE = 4, 8, 0.02
@@ -58,6 +60,7 @@ def _turn(run: Run, x: Tensor) -> Turn:
 
 def _serve(pipe: Connection, build: Build, shape: tuple[int, ...], threads: int) -> None:
     """A way's own process: answers each True with a turn."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C at the terminal is for the process that waits
     torch.set_num_threads(threads)
     try:
         with torch.no_grad():
@@ -66,7 +69,7 @@ def _serve(pipe: Connection, build: Build, shape: tuple[int, ...], threads: int)
             pipe.send(None)
             while pipe.recv():
                 pipe.send(_turn(run, x))
-    except EOFError:  # no more turns
+    except (EOFError, BrokenPipeError):  # no more turns
         pass
     except Exception as error:
         pipe.send(RecNetsError(f"{type(error).__name__}: {error}"))
@@ -101,6 +104,10 @@ def _processes(builds: Mapping[str, Build], shape: tuple[int, ...], threads: int
             end.close()
             _receive(pipes[way], way)
         yield pipes
+    except BaseException:
+        for child in children:
+            child.terminate()
+        raise
     finally:
         for pipe in pipes.values():
             pipe.close()  # a child that waits for its next turn ends
@@ -124,7 +131,7 @@ def time_in_turns(
     def quiet(way: str) -> int:
         return sum(others <= QUIET for others, _ in turns[way])
 
-    with _processes(builds, shape, threads) as pipes:
+    with terminable(), _processes(builds, shape, threads) as pipes:
         end = time.perf_counter() + patience
         while min(map(len, turns.values())) < need or (min(map(quiet, turns)) < need and time.perf_counter() < end):
             for way, pipe in pipes.items():

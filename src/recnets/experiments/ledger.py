@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -194,6 +195,12 @@ class Ledger:
         self.folder = Path(folder)
         self.runs, self.failures = self.folder / "runs", self.folder / "failures"
 
+    def check_writable(self) -> None:
+        """Asked before long work, whose result would have nowhere to go."""
+        self._make(self.runs)
+        if not os.access(self.runs, os.W_OK):
+            raise RecNetsError(f"cannot write to {self.runs}: Permission denied")
+
     def entries(self) -> dict[str, dict[str, Any]]:
         """Every finished run by name; a file that is not a ledger entry is an error that says why."""
         return {path.stem: _read(path, check_entry) for path in sorted(self.runs.glob("*.json"))}
@@ -226,11 +233,14 @@ class Ledger:
         self._write(path, json.dumps(record, indent=1) + "\n")
         return path
 
-    def _write(self, path: Path, text: str) -> None:
+    def _make(self, folder: Path) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RecNetsError(f"cannot make {path.parent}: {error.strerror or error}") from error
+            raise RecNetsError(f"cannot make {folder}: {error.strerror or error}") from error
+
+    def _write(self, path: Path, text: str) -> None:
+        self._make(path.parent)
         atomic_write(path, text)
 
     def done(self, run: Run, entries: Mapping[str, Mapping[str, Any]] | None = None) -> bool:

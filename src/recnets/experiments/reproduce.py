@@ -6,7 +6,6 @@ import contextlib
 import fnmatch
 import os
 import shlex
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +25,10 @@ from recnets.experiments.plan import Step, family_of, make_plan, measured, order
 from recnets.experiments.runs import Place, Protocol, Run, distinct, places
 from recnets.models.registry import canonical_name
 from recnets.training.distributed import Processes, choose_device, device_name
-from recnets.training.loop import HANG_UP
 from recnets.training.options import RunOptions
 from recnets.training.progress import counted
 from recnets.training.recipe import parse_options
-from recnets.utils import choose, did_you_mean
+from recnets.utils import choose, did_you_mean, terminable
 
 AVERAGE_BATCHES = 100  # of BN's statistics, for the ledger's second accuracy
 MARGIN = 10.0  # seconds before --max-seconds in which runs under way save their checkpoints
@@ -55,7 +53,7 @@ class Reproduce:
     dry_run: bool = False
     """List what would be run, and run nothing."""
     recipe: str | None = None
-    """A recipe (paper, quick) or a TOML file, instead of each table's own."""
+    """A recipe by name, or a TOML file, instead of each table's own."""
     set: tuple[str, ...] = ()
     """Settings that differ from the recipe, KEY=VALUE each: precision=bf16 epochs=20."""
 
@@ -198,7 +196,8 @@ def reproduce(request: Reproduce) -> int:
     commands = {run.name: command_for(request, place, run) for place in found for run in place.runs}
     jobs = [_job(request, step.run, commands[step.run.name], deadline) for step in todo]
     papers = {run.name: place.row.accuracy.get(place.dataset) for place in found for run in place.runs}
-    with _only_one(request.work), _terminable():
+    with _only_one(request.work), terminable():
+        ledger.check_writable()
         devices = _devices(request, len(jobs))
         until = deadline if request.whole else None
         board = Board(todo, papers, request.work, len(devices), lambda *ended: _keep(ledger, *ended), until)
@@ -306,28 +305,6 @@ def _only_one(work: Path) -> Iterator[None]:
         except OSError as error:
             raise RecNetsError(f"another recnet reproduce is at work in {work}; choose another --work") from error
         yield
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM and SIGHUP are Ctrl-C: the runs under way save before this ends."""
-
-    def interrupt(number: int, frame: object) -> None:
-        if number == HANG_UP:
-            signal.signal(number, signal.SIG_IGN)  # a terminal that closes may send more than one
-        raise KeyboardInterrupt
-
-    before: dict[int, Any] = {}
-    for number in (signal.SIGTERM, HANG_UP):
-        if number is None or signal.getsignal(number) == signal.SIG_IGN:  # Windows, nohup
-            continue
-        with contextlib.suppress(ValueError):  # not the main thread: whoever runs us handles signals
-            before[number] = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def listing(found: Sequence[Place], steps: Sequence[Step], device: str) -> str:

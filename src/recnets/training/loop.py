@@ -23,12 +23,12 @@ from recnets.training.schedule import learning_rate
 from recnets.training.session import Session
 from recnets.training.step import named_momentum
 from recnets.training.stopwatch import Stopwatch, normalise_seconds
+from recnets.utils import HANG_UP
 
 Outcome = Literal["finished", "epochs", "time", "interrupted"]
 DIVERGED = 10.0  # times ln(classes), the loss of a guess: no run comes back from a mean loss above that
 LEAST_SCALE = 1.0  # of the loss in fp16, which starts at 65536 and is halved at each step that overflows
 LARGEST = 1e15  # a weight or momentum beyond it is finite still, but the next layers' products are not
-HANG_UP = getattr(signal, "SIGHUP", None)  # Windows has none
 STOPPING = [number for number in (signal.SIGINT, signal.SIGTERM, HANG_UP) if number is not None]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from recnets.errors import Misuse
+from recnets.models.registry import canonical_name
 from recnets.models.weights import image_size_of, read_metadata
 from recnets.training.precision import Precision
 from recnets.utils import did_you_mean
@@ -69,13 +70,13 @@ class Recipe:
     """Everything that decides the trained weights; a recipe file holds only what differs from these defaults."""
 
     model: str = "recnet_60_1280"
-    """A registered name or the paper's notation, "RecNet(4, 8, 16, 32, 10, 10, 10)"."""
+    """A registered name or the paper's notation, "RecNet(4, 8, 16, 32, 10, 10, 10)"; with weights, theirs."""
     data: str = "cifar100"
     """digits, cifar10, cifar100 or folder:PATH."""
     model_options: ModelOptions = field(default_factory=dict)
     """Overrides for the model, KEY=VALUE each: e=8 head=hidden nonlinearity=relu."""
     image_size: int | None = None
-    """Resize the pictures to this many pixels a side; by default the data set's own size, 32 for a folder."""
+    """Resize the pictures to this many pixels a side; by default the weights' or data set's size, 32 for a folder."""
     val: int = 0
     """Hold out this many training images; they, not the test set, then choose best.safetensors."""
     split_seed: int = 0
@@ -86,7 +87,7 @@ class Recipe:
     weights: str | None = None
     """Start from this weights file, run folder or published name; for other classes the classifier starts anew."""
     init: Init = "model"
-    """Initial weights by the model's own rule (He's), or PyTorch's: today's, or 1.1's, with BN's drawn from 0 to 1."""
+    """What else starts as: by the model's rule (He's), or PyTorch's: today's, or 1.1's, with BN's drawn from 0 to 1."""
     epochs: int = 100
     """Passes over the training set."""
     batch_size: int = 128
@@ -132,7 +133,7 @@ class Recipe:
     """Temperature of the soft targets."""
 
     precision: Precision = "fp32"
-    """fp32, tf32 (fp32 with tensor cores' shorter products), or autocast in bf16 or, the loss scaled, in fp16."""
+    """fp32, tf32 (fp32 with tensor cores' shorter products), autocast in bf16 or, for GPUs, fp16 with a scaled loss."""
     channels_last: bool = False
     """Keep images and activations in channels-last order."""
     sync_batchnorm: bool = False
@@ -232,19 +233,27 @@ def recipe_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
-def _settings_of(weights: str) -> dict[str, Any]:
-    """What a run that starts from these weights trains, and on what size of pictures, unless it is told."""
+def _from_weights(weights: str, file: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The values of a recipe that starts from weights: what nobody sets is as in their own training.
+
+    Only who names the weights may name another model beside them; options are laid over the weights' own.
+    """
     metadata = read_metadata(weights)
     model = metadata.get("model", {})
-    size = set(image_size_of(metadata))
-    settings = {"model": model.get("name"), "model_options": model.get("overrides", {})}
-    return settings | ({"image_size": size.pop()} if len(size) == 1 else {})
+    said = overrides if "weights" in overrides else {**file, **overrides}
+    own = {"model": model.get("name"), "model_options": model.get("overrides", {})}
+    size, data = set(image_size_of(metadata)), (metadata.get("recipe") or {}).get("data")
+    theirs = {**({"image_size": size.pop()} if len(size) == 1 else {}), **({} if data is None else {"data": data})}
+    values = {**theirs, **file, **own, **said, **overrides}
+    same = canonical_name(str(values["model"])) == own["model"]
+    values["model_options"] = {**(own["model_options"] if same else {}), **said.get("model_options", {})}
+    return values
 
 
 def load_recipe(name_or_path: str | Path, **overrides: Any) -> Recipe:
     """A recipe by name ("paper", "quick", "finetune") or from a TOML file, with `overrides` on top.
 
-    Where it starts from weights, the model and the size of the pictures are theirs unless it names others.
+    Where it starts from weights, model, data and the size of the pictures are theirs unless others are named.
 
     >>> load_recipe("paper", data="cifar10", seed=1).restarts
     (20, 60, 120)
@@ -263,9 +272,9 @@ def load_recipe(name_or_path: str | Path, **overrides: Any) -> Recipe:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise Misuse(f"recipe {name}: not valid TOML: {error}") from error
-    values |= overrides
-    if isinstance(values.get("weights"), str):
-        values = {**_settings_of(values["weights"]), **values}
+    overrides = {key: str(value) if isinstance(value, Path) else value for key, value in overrides.items()}
+    weights = overrides.get("weights", values.get("weights"))
+    values = _from_weights(weights, values, overrides) if isinstance(weights, str) else {**values, **overrides}
     return recipe_from_dict(values, source=f"recipe {name}")
 
 

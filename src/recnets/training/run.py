@@ -266,6 +266,8 @@ def _opening(session: Session, folder: RunFolder, position: Position) -> str:
         f"{session.recipe.model} ({parameters:,} parameters) on {session.recipe.data} "
         f"({len(session.data.train):,} images), {device_name(session.device)}, in {folder.path}"
     )
+    if session.start:
+        text += f"; {session.start}"
     if position.epoch == session.recipe.epochs:
         text += f"; it ended after {counted(position.epoch, 'epoch')}, nothing is left to train"
     elif position.epoch or position.step:

@@ -14,7 +14,7 @@ from recnets.data import Augment, DataSet, EpochLoader
 from recnets.errors import Misuse, RecNetsError
 from recnets.layers import CRC, convert_sync_batchnorm
 from recnets.models import create_model
-from recnets.models.weights import load_tensors, read_metadata, read_weights
+from recnets.models.weights import config_of, load_tensors, read_metadata, read_weights
 from recnets.training.distill import load_teacher
 from recnets.training.distributed import Processes
 from recnets.training.ema import WeightAverage
@@ -23,6 +23,7 @@ from recnets.training.mix import Mixer
 from recnets.training.objective import Objective
 from recnets.training.options import RunOptions
 from recnets.training.precision import allow_tf32
+from recnets.training.progress import counted
 from recnets.training.recipe import Recipe
 from recnets.training.step import TrainStep, make_optimizer, preserved
 
@@ -42,6 +43,8 @@ class Session:
     mixer: Mixer | None
     test: Evaluator
     val: Evaluator | None
+    start: str = ""
+    """What the weights were before the first step, where that was not chance."""
 
     @property
     def judged(self) -> nn.Module:
@@ -63,8 +66,7 @@ def build_session(
     torch.backends.cudnn.benchmark = device.type == "cuda"  # shapes are fixed
     torch.manual_seed(recipe.seed)
     model = build_model(recipe, options, data)
-    if recipe.weights is not None and not resumed:
-        load_initial(model, recipe.weights, data)
+    start = "" if recipe.weights is None or resumed else load_initial(model, recipe.weights, data)
     model = model.to(device)
     _check_fit(model, data, device)
     model.train()
@@ -115,7 +117,7 @@ def build_session(
         )
 
     val = evaluator("val") if data.val is not None else None
-    return Session(recipe, options, data, device, processes, model, loader, step, mixer, evaluator("test"), val)
+    return Session(recipe, options, data, device, processes, model, loader, step, mixer, evaluator("test"), val, start)
 
 
 def build_model(recipe: Recipe, options: RunOptions, data: DataSet) -> nn.Module:
@@ -136,22 +138,23 @@ def build_model(recipe: Recipe, options: RunOptions, data: DataSet) -> nn.Module
     return model
 
 
-def load_initial(model: nn.Module, source: str, data: DataSet) -> None:
-    """Copy trained weights into the model; its classifier stays as it is unless they know the same classes."""
+def load_initial(model: nn.Module, source: str, data: DataSet) -> str:
+    """Copy trained weights into the model, its classifier only if they know the same classes; says what it did."""
     config, tensors, path = read_weights(source)
     if config.in_channels != data.in_channels:
-        raise Misuse(
-            f"the weights {source} are for pictures of {config.in_channels} channels, those of {data.name} have "
-            f"{data.in_channels}"
-        )
+        theirs, ours = (counted(channels, "channel") for channels in (config.in_channels, data.in_channels))
+        raise Misuse(f"the weights {source} are for pictures of {theirs}, those of {data.name} have {ours}")
     same = read_metadata(path).get("classes") == data.classes
     try:
         load_tensors(model, tensors, path, skip=() if same else ("classifier.",))
     except RecNetsError as error:
+        asked = config_of(model)
+        why = f"; {error}" if asked.name == config.name else ""
         raise Misuse(
-            f"the weights {source} are of {config.name}, and do not fit the model that was asked for: leave "
-            "--model and --model-options out"
+            f"the weights {source} are of {config.name}, and do not fit the {asked.name} that is to be trained: "
+            f"name no model beside weights{why}"
         ) from error
+    return f"from {source}" + ("" if same else ", with a new classifier")
 
 
 @torch.no_grad()
