@@ -214,3 +214,13 @@ def test_repr_tells_what_differs():
     assert repr(CRC(2, 4, 3)).startswith("CRC(\n  2, 4, 3, kernel_x=3, kernel_h=3, nonlinearity='separate_bn_relu'")
     text = repr(CRC(2, 4, 3, recurrent=False, padding_mode="circular", backend="torch"))
     assert "recurrent=False, padding_mode='circular', backend='torch'" in text
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+def test_a_layer_is_traced_alike_with_gradients_and_without(nonlinearity):
+    """torch.jit.trace runs a layer with gradients and checks the graph without."""
+    layer, x = CRC(2, 4, 3, nonlinearity=nonlinearity).eval(), torch.randn(2, 6, 5, 5)
+    traced = torch.jit.trace(layer, x)
+    with torch.no_grad():
+        torch.testing.assert_close(traced(x), layer(x))

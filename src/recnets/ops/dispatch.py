@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from recnets.ops import torch as plain
-from recnets.ops.compiler import exporting
+from recnets.ops.compiler import traced
 from recnets.ops.cuda import inference
 from recnets.ops.norm import Norm
 from recnets.ops.torch import Recurrence
@@ -146,7 +146,7 @@ def _looked_through(backend: str) -> str | None:
     """Why the kernels cannot run under what now looks at the operators one by one, or None."""
     if forward_ad._current_level >= 0:
         return "the kernels have no forward-mode derivative"
-    if exporting() or torch.jit.is_tracing():
+    if traced():
         return "what is traced should run elsewhere too" if backend == "auto" else None
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return "the kernels have no rules for the transformations of torch.func"
@@ -222,7 +222,7 @@ def stem(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, *, backend:
     able = able and AVAILABLE and dtype in (torch.float16, torch.bfloat16)
     # What is gathered has no gradient, backwards or forwards, and what is traced should run elsewhere too.
     able = able and not (grad and x.requires_grad) and forward_ad._current_level < 0
-    able = able and not exporting() and not torch.jit.is_tracing()
+    able = able and not traced()
     if not able or cannot_run(x, norm, max(weight.shape[0], fused_stem.WIDTH)) is not None:
         return norm_relu(plain.conv(x, weight, bias), norm, backend=backend)
     matrix = weight.permute(0, 2, 3, 1).flatten(1)

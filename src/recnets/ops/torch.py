@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from recnets.ops.compiler import exporting
+from recnets.ops.compiler import traced
 from recnets.ops.norm import Norm
 
 JOINT_PIXELS = 1
@@ -116,7 +116,8 @@ def crc(x: Tensor, weight_x: Tensor, weight_h: Tensor, bias: Tensor | None, norm
     n, _, height, width = x.shape
     s_out, s_in = weight_x.shape[:2]
     in_place = r.recurrent and _foldable(norm, r.nonlinearity) and not torch.is_grad_enabled()
-    if in_place or exporting():
+    in_place = in_place and not torch.jit.is_tracing()  # what is traced is run with gradients and without
+    if in_place or traced():
         # Planes, not pixels, lie together in the result, which the x-part then becomes. An exported graph chooses its
         # own order, and channels-last strides would tie it to the sides of the example.
         weight_x, weight_h = weight_x.contiguous(), weight_h.contiguous()
