@@ -239,14 +239,15 @@ def _from_weights(weights: str, file: dict[str, Any], overrides: dict[str, Any])
     Only who names the weights may name another model beside them; options are laid over the weights' own.
     """
     metadata = read_metadata(weights)
-    model = metadata.get("model", {})
+    model, (height, width) = metadata.get("model", {}), image_size_of(metadata)
+    theirs = {"image_size": height if height == width else None, "data": (metadata.get("recipe") or {}).get("data")}
     said = overrides if "weights" in overrides else {**file, **overrides}
-    own = {"model": model.get("name"), "model_options": model.get("overrides", {})}
-    size, data = set(image_size_of(metadata)), (metadata.get("recipe") or {}).get("data")
-    theirs = {**({"image_size": size.pop()} if len(size) == 1 else {}), **({} if data is None else {"data": data})}
-    values = {**theirs, **file, **own, **said, **overrides}
-    same = canonical_name(str(values["model"])) == own["model"]
-    values["model_options"] = {**(own["model_options"] if same else {}), **said.get("model_options", {})}
+    values = {key: value for key, value in theirs.items() if value is not None} | file
+    values |= {"model": model.get("name"), "model_options": model.get("overrides", {})} | said
+    if canonical_name(str(values["model"])) != model.get("name"):
+        values["model_options"] = said.get("model_options", {})
+    elif isinstance(values["model_options"], dict):
+        values["model_options"] = {**model.get("overrides", {}), **values["model_options"]}
     return values
 
 
