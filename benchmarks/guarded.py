@@ -32,7 +32,7 @@ class Journal:
             entry = json.loads(line)
             if "result" in entry:
                 self.ended[entry["name"]] = entry["result"]
-                self.lost.remove(entry["name"])
+                self.lost = [name for name in self.lost if name != entry["name"]]  # not all that ends was begun
             else:
                 self.lost.append(entry["name"])
 

@@ -38,6 +38,7 @@ for name in sys.argv[2:]:
     if name == "fault":
         give_up()
 print(known.ended, sorted(known.lost))
+known.end("all", True)
 """
 
 
@@ -101,11 +102,12 @@ def test_a_journal_tells_what_ended_from_what_was_lost(script, tmp_path):
     first = guarded.Journal(path)
     first.begin("a")
     first.end("a", {"us": 1.5})
+    first.end("all", [])
     first.begin("d")
     first.begin("b")
     second = guarded.Journal(path)
-    assert (second.ended, second.lost) == ({"a": {"us": 1.5}}, ["d", "b"])
-    assert [json.loads(line)["name"] for line in path.read_text().splitlines()] == ["a", "a", "d", "b"]
+    assert (second.ended, second.lost) == ({"a": {"us": 1.5}, "all": []}, ["d", "b"])
+    assert [json.loads(line)["name"] for line in path.read_text().splitlines()] == ["a", "a", "all", "d", "b"]
     forgetful = guarded.Journal()
     forgetful.begin("a")
     forgetful.end("a", 1)
