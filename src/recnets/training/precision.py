@@ -27,6 +27,10 @@ def allow_tf32(precision: Precision, device: torch.device) -> None:
 @contextlib.contextmanager
 def computing(precision: Precision, device: torch.device) -> Iterator[None]:
     """In this precision inside, tf32 included; as before afterwards."""
+    if device.type != "cuda":
+        with autocast(precision, device):
+            yield
+        return
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     allow_tf32(precision, device)
     try:

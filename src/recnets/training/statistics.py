@@ -14,9 +14,11 @@ from recnets.training.precision import computing
 from recnets.training.session import Session
 
 
-@torch.no_grad()
 def with_new_statistics(model: nn.Module, batches: Iterable[Tensor], momentum: float | None = None) -> nn.Module:
-    """A copy in evaluation mode whose running statistics are from these inputs: averages, or what a momentum leaves."""
+    """A copy in evaluation mode whose running statistics are from these inputs: averages, or what a momentum leaves.
+
+    Gradients stay on, though nobody asks for any: so the network runs by the kernels that it was trained by.
+    """
     model = copy.deepcopy(model).train()
     for norm in model.modules():
         if isinstance(norm, nn.modules.batchnorm._BatchNorm):
