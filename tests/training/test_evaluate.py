@@ -208,3 +208,10 @@ def test_precisions_hold_inside_and_leave_no_trace() -> None:
             assert allowed() == (False, False)
         assert allowed() == (True, True)
     assert allowed() == before
+
+
+def test_whoever_watches_is_told_of_every_batch(noise: Split) -> None:
+    seen: list[int] = []
+    evaluator = Evaluator(noise, 7, mean=[0.5] * 3, std=[0.25] * 3, device=torch.device("cpu"), batch_size=20)
+    evaluator(Fixed(), seen.append)
+    assert seen == [20, 20, 13]

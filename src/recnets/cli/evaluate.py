@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from recnets.cli import output
@@ -60,9 +61,13 @@ def command(
         )
     mean, std = normalisation_of(metadata, found)
     chosen = found.test if split == "test" else found.train
-    evaluation = Evaluator(
+    evaluator = Evaluator(
         chosen, found.num_classes, mean=mean, std=std, device=where, batch_size=batch, precision=precision
-    )(model.to(where))
+    )
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task(f"{len(chosen):,} images", total=len(chosen))
+        evaluation = evaluator(model.to(where), lambda images: progress.advance(task, images))
     if json:
         print(json_module.dumps(_plain(weights, spec, split, found, evaluation), indent=2))
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,8 +71,8 @@ class Evaluator:
         self._places = place[place % self.loader.batch_size % world == rank]
 
     @torch.no_grad()
-    def __call__(self, model: nn.Module) -> Evaluation:
-        """In eval mode; the model's own mode is put back."""
+    def __call__(self, model: nn.Module, watch: Callable[[int], object] = lambda images: None) -> Evaluation:
+        """In eval mode; the model's own mode is put back. `watch` is told of every batch's images."""
         training = model.training
         model.eval()
         wide = torch.float32 if self.device.type == "mps" else torch.float64
@@ -92,6 +92,7 @@ class Evaluator:
                 confidence, predicted = logits.softmax(1).max(1)
                 outcome[:, here] = torch.stack([batch.labels.float(), predicted.float(), confidence])
                 done += len(here)
+                watch(len(here))
         finally:
             model.train(training)
         for tensor in (loss, within5, outcome):
