@@ -34,11 +34,13 @@ def gradients(layer: Layer, dtype: torch.dtype, device: str = "cpu") -> tuple[li
     """Those of W_x and W_h by the kernels, and in float64."""
     torch.manual_seed(0)
     n, h, w, d, si, so, *_ = layer
-    x, states, dz = (torch.randn(n, h, w, d * s).to(device, dtype) for s in (si, so, so))
+    x, states = (torch.randn(n, h, w, d * s).to(device, dtype) for s in (si, so))
+    dz = torch.randn(d, n, h, w, so).to(device, dtype)
     weights = tuple(torch.empty(so, s, 3, 3, device=device) for s in (si, so))
     got = crc.add_parts(crc.weight_grads(x, states, dz, layer), weights)
-    steps = [t.double().unflatten(3, (d, -1)).permute(3, 0, 4, 1, 2) for t in (x, states, dz)]
-    pairs = ((steps[0], steps[2]), (steps[1][:-1], steps[2][1:]))
+    xs, hs = (t.double().unflatten(3, (d, -1)).permute(3, 0, 4, 1, 2) for t in (x, states))
+    grads = dz.double().permute(0, 1, 4, 2, 3)
+    pairs = ((xs, grads), (hs[:-1], grads[1:]))
     expected = [
         sum(
             (conv2d_weight(a, like.shape, g, padding=1) for a, g in zip(*pair, strict=True)),

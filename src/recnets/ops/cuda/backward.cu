@@ -21,8 +21,8 @@ __device__ __forceinline__ void make_dz(u32 to, const u16* m, const u16* z, u16*
     const bool mine = c >= channel && c < channel + NB;
     const Combination combined(coefficients, c);
     const u16* from_m = m + (size_t)tile.first * SO + c;
-    const u16* from_z = z + (size_t)tile.first * (D * SO) + i * SO + c;
-    u16* out = dz + (size_t)tile.first * (D * SO) + i * SO + c;
+    const u16* from_z = z + step_at(i, tile, batch) + c;
+    u16* out = dz + step_at(i, tile, batch) + c;
     for (int slot0 = loader; slot0 < SLOTS; slot0 += LOADERS * AT_ONCE) {
         uint4 v[AT_ONCE], y[AT_ONCE];
         int pixel[AT_ONCE];
@@ -34,14 +34,14 @@ __device__ __forceinline__ void make_dz(u32 to, const u16* m, const u16* z, u16*
             v[e] = y[e] = make_uint4(0, 0, 0, 0);
             if (ok[e]) {
                 v[e] = load_fresh(from_m + (long)pixel[e] * SO);
-                y[e] = load_fresh(from_z + (long)pixel[e] * (D * SO));
+                y[e] = load_fresh(from_z + (long)pixel[e] * SO);
             }
         }
 #pragma unroll
         for (int e = 0; e < AT_ONCE; e++) {
             const int slot = slot0 + e * LOADERS;
             if (ok[e]) v[e] = combined(v[e], y[e]);
-            if (ok[e] && mine && inside[e]) *(uint4*)(out + (long)pixel[e] * (D * SO)) = v[e];
+            if (ok[e] && mine && inside[e]) *(uint4*)(out + (long)pixel[e] * SO) = v[e];
             if (slot < SLOTS) store_shared(to + chunk_at<SO, HALO>(slot, c), v[e]);
         }
     }
@@ -61,11 +61,11 @@ struct SingleTile {
             if (!(e < COUNT && foreign<HALO>(e, channel, tile, pixel[k], slot[k], channels[k]))) slot[k] = -1;
         }
     }
-    __device__ __forceinline__ void fetch_z(const u16* z, int i, const Tile& tile) {
+    __device__ __forceinline__ void fetch_z(const u16* z, int i, const Tile& tile, int batch) {
 #pragma unroll
         for (int k = 0; k < EACH; k++)
             if (slot[k] >= 0)
-                y[k] = *(const uint4*)(z + (size_t)tile.first * (D * SO) + (long)pixel[k] * (D * SO) + i * SO + channels[k]);
+                y[k] = *(const uint4*)(z + step_at(i, tile, batch) + (long)pixel[k] * SO + channels[k]);
     }
     __device__ __forceinline__ void fetch_m(const u16* m, const Tile& tile) {
 #pragma unroll
@@ -73,10 +73,10 @@ struct SingleTile {
             if (slot[k] >= 0) v[k] = load_fresh(m + (size_t)tile.first * SO + (long)pixel[k] * SO + channels[k]);
     }
     __device__ __forceinline__ void make_dz(u32 to, u32 ms, u32 zs, u16* dz, const float* coefficients, int i,
-                                            int channel, const Tile& tile) {
+                                            int channel, const Tile& tile, int batch) {
         const int c = channel + threadIdx.x % OWN_CHUNKS * 8;
         const Combination combined(coefficients, c);
-        u16* out = dz + (size_t)tile.first * (D * SO) + i * SO + c;
+        u16* out = dz + step_at(i, tile, batch) + c;
         uint4 r[OWN_BATCH], p[OWN_BATCH];
         for_own(tile.count,
                 [&](int k, int q, int at) {
@@ -86,7 +86,7 @@ struct SingleTile {
                 [&](int k, int q, int at) {
                     r[k] = combined(r[k], p[k]);
                     store_shared(to + chunk_at<SO, HALO>(slot_of<HALO>(q), c), r[k]);
-                    *(uint4*)(out + (size_t)q * (D * SO)) = r[k];
+                    *(uint4*)(out + (size_t)q * SO) = r[k];
                 });
 #pragma unroll
         for (int k = 0; k < EACH; k++)
@@ -137,15 +137,14 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
                     if (PREFETCH) next.fetch(masked + ((i + 1) & 1) * plane, z, i + 1, tile, batch);
                     norm_grad(coefficients, sums, grad_sums, gamma, beta, i + 1, pixels, eps);
                 }
-                if (SINGLE) single.make_dz(hs, ms, zs, dz, coefficients, i + 1, channel, tile);
+                if (SINGLE) single.make_dz(hs, ms, zs, dz, coefficients, i + 1, channel, tile, batch);
                 else if (PREFETCH) next.make_dz(hs, dz, coefficients, i + 1, channel, tile, batch);
                 else make_dz(hs, masked + ((i + 1) & 1) * plane, z, dz, coefficients, i + 1, channel, tile, batch);
             }
             __syncthreads();
             if (i >= 0) {  // these arrive during the convolution
-                const size_t at = (size_t)tile.first * (D * SO) + i * SO + channel;
-                fetch_own(ms, dh + at, D * SO, tile.count);
-                fetch_own(zs, z + at, D * SO, tile.count);
+                fetch_own(ms, dh + (size_t)tile.first * (D * SO) + i * SO + channel, D * SO, tile.count);
+                fetch_own(zs, z + step_at(i, tile, batch) + channel, SO, tile.count);
             }
             copy_commit();
             if (PREFETCH && i < D - 1 && t + tile_stride < tiles)
@@ -177,7 +176,7 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
         }
         if (SINGLE) {
             if (i < D - 1) put_dx(extra, 0, dx, i + 1, split, tile);
-            if (i >= 0) single.fetch_z(z, i, tile);
+            if (i >= 0) single.fetch_z(z, i, tile, batch);
         }
     }
     put_totals(totals, grad_sums);

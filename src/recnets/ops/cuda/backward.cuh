@@ -68,7 +68,7 @@ struct NextTile {
     __device__ __forceinline__ void fetch(const u16* m, const u16* z, int i, const Tile& tile, int batch) {
         const int thread = thread_number(), c = thread % CHUNKS * 8, loader = thread / CHUNKS;
         const u16* from_m = m + (size_t)tile.first * SO + c;
-        const u16* from_z = z + (size_t)tile.first * (D * SO) + i * SO + c;
+        const u16* from_z = z + step_at(i, tile, batch) + c;
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             const int number = loader + e * LOADERS;
@@ -77,7 +77,7 @@ struct NextTile {
             v[e] = y[e] = make_uint4(0, 0, 0, 0);
             if (loader < LOADERS && number < ITEMS && item<HALO>(number, tile, batch, slot, pixel, inside)) {
                 v[e] = load_fresh(from_m + (long)pixel * SO);
-                y[e] = load_fresh(from_z + (long)pixel * (D * SO));
+                y[e] = load_fresh(from_z + (long)pixel * SO);
             }
         }
     }
@@ -87,7 +87,7 @@ struct NextTile {
         if (loader >= LOADERS) return;
         const bool mine = c >= channel && c < channel + NB;
         const Combination combined(coefficients, c);
-        u16* out = dz + (size_t)tile.first * (D * SO) + i * SO + c;
+        u16* out = dz + step_at(i, tile, batch) + c;
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             const int number = loader + e * LOADERS;
@@ -96,7 +96,7 @@ struct NextTile {
             if (number >= ITEMS) continue;
             if (item<HALO>(number, tile, batch, slot, pixel, inside)) {
                 v[e] = combined(v[e], y[e]);
-                if (mine && inside) put_away(out + (long)pixel * (D * SO), v[e]);
+                if (mine && inside) put_away(out + (long)pixel * SO, v[e]);
             }
             store_shared(to + chunk_at<SO, HALO>(slot, c), v[e]);
         }

@@ -53,9 +53,8 @@ backward_wide(const u16* dh, const u16* packed, const u16*, const float* gamma, 
             publish_shared();
             __syncthreads();  // also: what was stored of the tile before has been read
             if (i >= 0) {  // these arrive during the products
-                const size_t at = (size_t)tile.first * (D * SO) + i * SO + channel;
-                fetch_own(ms, dh + at, D * SO, tile.count);
-                fetch_own(zs, z + at, D * SO, tile.count);
+                fetch_own(ms, dh + (size_t)tile.first * (D * SO) + i * SO + channel, D * SO, tile.count);
+                fetch_own(zs, z + step_at(i, tile, batch) + channel, SO, tile.count);
             }
             copy_commit();
             float acc[MT][ALL][4] = {};

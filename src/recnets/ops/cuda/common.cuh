@@ -7,7 +7,8 @@
 // (else bfloat16); WIDE: convolutions by warpgroups, see planes.cuh.
 //
 // Maps are rows of channels: pixel p = (n*H + y)*W + x, channel c of step i at p*(D*S) + i*S + c. The pixels of a tile
-// follow each other in memory.
+// follow each other in memory. z and dz, which only these kernels read, are a map of SO channels for every step, so that what
+// a step reads lies together: channel c of step i at (i*batch*H*W + p)*SO + c.
 
 #ifndef WIDE
 #define WIDE 0
@@ -70,6 +71,11 @@ __device__ __forceinline__ Tile tile_at(int t, int batch) {
 }
 __device__ __forceinline__ int tiles_of(int batch) {
     return TILES_A_MAP == 1 ? (batch + IMAGES - 1) / IMAGES : batch * TILES_A_MAP;
+}
+
+// Where z_i and dz_i of a tile begin.
+__device__ __forceinline__ size_t step_at(int i, const Tile& tile, int batch) {
+    return ((size_t)i * batch * (H * W) + tile.first) * SO;
 }
 
 // Where pixel q of the tile lies in a shared tile with a halo; with KERNEL, the corner of its window, tap (0, 0).

@@ -182,8 +182,9 @@ def forward(
     x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, statistics: Tensor | None, *,
     layer: Layer, eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(h, z, sums): rows of hidden states and of pre-activations, and Σz and Σz² as (2, d, s_out).
+    """(h, z, sums): rows of hidden states, pre-activations, and Σz and Σz² as (2, d, s_out).
 
+    z, which only `backward` reads, has h's shape and an order of its own: a map (N, H, W, s_out) for every step.
     `statistics`, mean and variance as (2, d, s_out), take the place of the sums where they are known.
     """
     device = x.get_device()
@@ -236,7 +237,7 @@ def backward(
 
 
 def weight_grads(x: Tensor, h: Tensor, dz: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
-    """Parts (parts, taps, channels, s_out) of the gradients of W_x and of W_h."""
+    """Parts (parts, taps, channels, s_out) of the gradients of W_x and of W_h; dz is in the order of `forward`'s z."""
     along = grad_plan.weight_grad(layer, layer.so, layer.kh, True, kernels.has_wgmma(x.get_device()))
     if along is None or layer.d == 1:
         alone = (grad_plan.weight_grad(layer, s, k, False) for s, k in ((layer.si, layer.kx), (layer.so, layer.kh)))

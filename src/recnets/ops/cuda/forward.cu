@@ -17,13 +17,13 @@ struct SingleTile {
     uint4 v[EACH];
     int slot[EACH], channels[EACH];
 
-    __device__ __forceinline__ void fetch(const u16* z, int i, int channel, const Tile& tile) {
+    __device__ __forceinline__ void fetch(const u16* z, int i, int channel, const Tile& tile, int batch) {
 #pragma unroll
         for (int k = 0; k < EACH; k++) {
             int pixel;
             const int e = threadIdx.x + k * THREADS;
             if (e < COUNT && foreign<HALO_H>(e, channel, tile, pixel, slot[k], channels[k]))
-                v[k] = load_fresh(z + (size_t)tile.first * (D * SO) + (long)pixel * (D * SO) + i * SO + channels[k]);
+                v[k] = load_fresh(z + step_at(i, tile, batch) + (long)pixel * SO + channels[k]);
             else slot[k] = -1;
         }
     }
@@ -90,7 +90,7 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
                 convolve<SI, KX, COLUMNS_X, PITCH_X, PAIRS>(acc, corners_x, my_wx);
                 if (i > 0) {
                     await(counters + i - 1);
-                    if (SINGLE) single.fetch(z, i - 1, channel, tile);
+                    if (SINGLE) single.fetch(z, i - 1, channel, tile, batch);
                     if (PREFETCH) next.fetch(z, i - 1, tile, batch);
                     affine(scale, shift, sums, totals, gamma, beta, i - 1, pixels, eps);
                 }
@@ -120,11 +120,11 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
             }
             copy_commit();
             if (i > 0) convolve<SO, KH, COLUMNS_H, PITCH_H, PAIRS>(acc, corners_h, my_wh);
-            u16* out = z + (size_t)tile.first * (D * SO) + i * SO + channel;
+            u16* out = z + step_at(i, tile, batch) + channel;
             put(acc, sum, squares, zs, out, tile.count);
             if (!SINGLE) {  // before the next tile overwrites the shared ones
                 __syncthreads();
-                put_own(out, zs, D * SO, tile.count);
+                put_own(out, zs, SO, tile.count);
             }
         }
         if (!SINGLE && !PREFETCH && i + 1 < D) {
@@ -134,7 +134,7 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
         }
         if (BATCH) add_sums(sum, squares, scratch, sums, i, channel);
         arrive(counters + i);
-        if (SINGLE) put_own(z + (size_t)tile.first * (D * SO) + i * SO + channel, zs, D * SO, tile.count);
+        if (SINGLE) put_own(z + step_at(i, tile, batch) + channel, zs, SO, tile.count);
     }
     await(counters + D - 1);
     affine(scale, shift, sums, totals, gamma, beta, D - 1, pixels, eps);

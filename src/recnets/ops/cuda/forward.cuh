@@ -42,7 +42,7 @@ __device__ __forceinline__ void activate(u32 to, const u16* z, u16* h, const flo
     float s[8], t[8];
 #pragma unroll
     for (int k = 0; k < 8; k++) s[k] = scale[c + k], t[k] = shift[c + k];
-    const u16* from = z + (size_t)tile.first * (D * SO) + i * SO + c;
+    const u16* from = z + step_at(i, tile, batch) + c;
     u16* out = h + (size_t)tile.first * (D * SO) + i * SO + c;
     for (int slot0 = loader; slot0 < SLOTS; slot0 += LOADERS * AT_ONCE) {
         uint4 v[AT_ONCE];
@@ -53,7 +53,7 @@ __device__ __forceinline__ void activate(u32 to, const u16* z, u16* h, const flo
             const int slot = slot0 + k * LOADERS;
             ok[k] = slot < SLOTS && pixel_of<HALO>(slot, tile, batch, pixel[k], inside[k]);
             v[k] = make_uint4(0, 0, 0, 0);
-            if (ok[k]) v[k] = load_fresh(from + (long)pixel[k] * (D * SO));
+            if (ok[k]) v[k] = load_fresh(from + (long)pixel[k] * SO);
         }
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
@@ -72,7 +72,7 @@ struct NextTile {
 
     __device__ __forceinline__ void fetch(const u16* z, int i, const Tile& tile, int batch) {
         const int thread = thread_number(), c = thread % CHUNKS * 8, loader = thread / CHUNKS;
-        const u16* from = z + (size_t)tile.first * (D * SO) + i * SO + c;
+        const u16* from = z + step_at(i, tile, batch) + c;
 #pragma unroll
         for (int k = 0; k < EACH; k++) {
             const int e = loader + k * LOADERS;
@@ -80,7 +80,7 @@ struct NextTile {
             bool inside;
             v[k] = make_uint4(0, 0, 0, 0);
             if (loader < LOADERS && e < ITEMS && item<HALO_H>(e, tile, batch, slot, pixel, inside))
-                v[k] = load_fresh(from + (long)pixel * (D * SO));
+                v[k] = load_fresh(from + (long)pixel * SO);
         }
     }
     __device__ __forceinline__ void activate(u32 to, u16* h, const float* scale, const float* shift, int i, int channel,
@@ -124,7 +124,7 @@ __device__ __forceinline__ void put(const float (&acc)[MT][NT][4], float (&sum)[
                 const float a = acc[m][n][half * 2], b = acc[m][n][half * 2 + 1];
                 const u32 v = pack2(a, b);
                 store_shared(zs + own_at(q, c * 2), v);
-                if (now) *(u32*)(out + (size_t)q * (D * SO) + c) = v;
+                if (now) *(u32*)(out + (size_t)q * SO + c) = v;
                 sum[n][0] += a, sum[n][1] += b;
                 squares[n][0] += a * a, squares[n][1] += b * b;
             }

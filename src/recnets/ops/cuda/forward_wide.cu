@@ -71,11 +71,11 @@ forward_wide(const u16* x, const u16* packed_x, const u16* packed_h, const float
             wgmma_commit();
             if (BUFFERS == 2) prepare();
             wgmma_wait(acc);
-            u16* out = z + (size_t)tile.first * (D * SO) + i * SO + channel;
+            u16* out = z + step_at(i, tile, batch) + channel;
             put(acc, sum, squares, zs, out, tile.count);
             __syncthreads();
             if (BUFFERS == 1) prepare();
-            put_own(out, zs, D * SO, tile.count);
+            put_own(out, zs, SO, tile.count);
             buffer = following;
         }
         if (BATCH) add_sums(sum, squares, scratch, sums, i, channel);

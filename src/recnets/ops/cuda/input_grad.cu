@@ -17,7 +17,7 @@ input_grad(const u16* dz, const u16* packed, u16* dx, int batch) {
         // Steps of the same tile follow each other: their segments share lines of memory.
         const int i = work % D;
         const Tile tile = tile_at(work / D, batch);
-        copy_tile<HALO, SO>(tile_memory, dz + i * SO, D * SO, tile, batch);
+        copy_tile<HALO, SO>(tile_memory, dz + (size_t)i * batch * (H * W) * SO, SO, tile, batch);
         copy_commit();
         copy_wait<0>();
         __syncthreads();

@@ -121,7 +121,7 @@ weight_grad(const u16* a, const u16* x, const u16* dz, float* parts, float* part
             const u32 to = base + stage * STAGE;
             if (i >= LAG) copy_a(to, a + (i - LAG) * CA + ci0, D * CA, tile);
             if (XB) copy_x(to + BYTES_A, x + i * SI + x0, D * SI, tile);
-            copy_pixels(to + BYTES_A + BYTES_X, dz + i * SO + co0, D * SO, tile);
+            copy_pixels(to + BYTES_A + BYTES_X, dz + (size_t)i * batch * (H * W) * SO + co0, SO, tile);
         }
         copy_commit();
     };
