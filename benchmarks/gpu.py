@@ -42,8 +42,9 @@ PROFILED = 64
 SHAPES = [(3, 32, 8, 32, 10), (3, 16, 16, 64, 10), (3, 8, 32, 128, 10), (2, 8, 24, 96, 30), (1, 64, 4, 16, 3)]
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 FUSED, CONTROL, COMPILED = "fused", "grouped control", ", compiled"
+APART = f"{FUSED}, segments apart"  # in training only
 PLAIN = ("plain", "plain modules", f"plain{COMPILED}", f"plain modules{COMPILED}")
-VARIANTS = (FUSED, *PLAIN[:2], CONTROL, *PLAIN[2:], f"{CONTROL}{COMPILED}")
+VARIANTS = (FUSED, APART, *PLAIN[:2], CONTROL, *PLAIN[2:], f"{CONTROL}{COMPILED}")
 
 
 def variants_of(nonlinearity: str) -> list[str]:
@@ -107,6 +108,25 @@ def check_inference(shape: tuple[int, ...], dtype: torch.dtype, pool: bool, nonl
         return rms(out, module.double()(x.double(), pool=pool))
 
 
+def check_segments(dtype: torch.dtype, nonlinearity: str) -> float:
+    """A tenth of the largest relative difference of a network's gradients where segments pass apart and where not.
+
+    Sums are added in any order, so that two runs alike differ too, where ReLU's decisions near zero turn.
+    """
+    found = []
+    for apart in (False, True):
+        dispatch.APART = apart
+        torch.manual_seed(0)
+        network = create_model("RecNet(4, 8, 16, 32, 3, 3, 3)", nonlinearity=nonlinearity).cuda()
+        images = torch.randn(16, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+        with torch.autocast("cuda", dtype=dtype):
+            loss = F.cross_entropy(network(images), torch.arange(16, device="cuda") % 10)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in network.parameters() if p.grad is not None)])
+    dispatch.APART = False
+    return max(rms(one, other.double()) for one, other in zip(*found, strict=True)) / 10
+
+
 def _errors(out: Tensor, expected: Tensor, actual: list[Tensor], exact: list[Tensor], allowed: list[float]) -> float:
     """The largest error, that of each gradient by what is `allowed` of it."""
     grad = torch.randn_like(expected).to(out.dtype)
@@ -131,6 +151,8 @@ def check(nonlinearity: str) -> bool:
         for name, shape in shapes.items():
             errors[f"{name} in evaluation"] = check_inference(shape, dtype, True, nonlinearity)
         errors |= {f"BN and ReLU{' and pooling' if pool else ''}": check_norm(dtype, pool) for pool in (False, True)}
+        if dtype != torch.float32:  # in which other kernels run
+            errors["a network's segments apart"] = check_segments(dtype, nonlinearity)
         for name, error in errors.items():
             good &= error < bound
             print(f"check {str(dtype).removeprefix('torch.')} {name}: largest relative error {error:.1e}", flush=True)
@@ -144,7 +166,8 @@ def build(model: str, variant: str, training: bool, nonlinearity: str) -> nn.Mod
     overrides: dict[str, Any] = {"nonlinearity": nonlinearity}
     if variant.startswith(CONTROL):
         overrides["recurrent"] = False
-    network = create_model(model, num_classes=100, backend="auto" if variant == FUSED else "torch", **overrides)
+    backend = "auto" if variant in (FUSED, APART) else "torch"
+    network = create_model(model, num_classes=100, backend=backend, **overrides)
     if variant.startswith("plain modules"):
         network = as_plain_modules(network)
     network = network.cuda().to(memory_format=torch.channels_last).train(training)  # type: ignore[call-overload]
@@ -217,6 +240,7 @@ def seconds(run: Callable[[], object], rounds: int = 7, target: float = 0.05) ->
 
 def prepare(model: str, job: str, batch: int, variant: str, nonlinearity: str) -> Callable[[], None]:
     """One step or forward pass as a graph."""
+    dispatch.APART = variant == APART
     network = build(model, variant, job == "training", nonlinearity)
     return graphed(training_step(network, batch) if job == "training" else inference(network, batch))
 
@@ -354,6 +378,7 @@ def main() -> int:
         for job in jobs
         for batch in args.batches or BATCHES[job]
         for variant in variants
+        if job == "training" or variant != APART
     ]
     words = ["" if args.nonlinearity == PAPERS else args.nonlinearity, args.only or "", *map(str, args.batches or [])]
     words += [] if len(variants) == len(possible) else ["part"]

@@ -156,7 +156,7 @@ def test_every_variant_of_a_nonlinearity_can_be_built(script, nonlinearity, monk
     gpu = script("gpu")
     monkeypatch.setattr(torch.nn.Module, "cuda", lambda module: module)
     names = gpu.variants_of(nonlinearity)
-    assert len(names) == (7 if nonlinearity == "separate_bn_relu" else 5)
+    assert len(names) == (8 if nonlinearity == "separate_bn_relu" else 6)
     for name in names:
         gpu.build("RecNet(2, 2, 2, 2, 2)", name, True, nonlinearity)
 

@@ -72,10 +72,10 @@ def launch_everything(early: bool) -> None:
         for shape in SHAPES if dtype == torch.bfloat16 else SHAPES[1:2]:  # exact products take their time to compile
             crc(shape, dtype, early=early)
         y, norm = torch.empty(64, 80, 32, 32, dtype=dtype).to(memory_format=torch.channels_last), torch.empty(2, 80)
-        out, sums = batch_norm.norm_relu_train(y, *norm, 1e-5)
-        batch_norm.norm_relu_train_backward(out, y, sums, *norm, 1e-5)
-        out, sums = batch_norm.norm_relu_pool_train(y, *norm, 1e-5)
-        batch_norm.norm_relu_pool_train_backward(out, y, sums, *norm, 1e-5)
+        out, sums = batch_norm.norm_relu_train(y, *norm, 1e-5, 1)
+        batch_norm.norm_relu_train_backward(out, y, sums, *norm, 1e-5, 1)
+        out, sums = batch_norm.norm_relu_pool_train(y, *norm, 1e-5, 1)
+        batch_norm.norm_relu_pool_train_backward(out, y, sums, *norm, 1e-5, 1)
         stem.neighbours(torch.empty(64, 3, 32, 32), dtype)
 
 

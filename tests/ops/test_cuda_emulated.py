@@ -6,7 +6,9 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from recnets import create_model
 from recnets.layers import CRC, Recurrent
 from recnets.layers.crc import NONLINEARITIES
 from recnets.layers.norm import norm_of
@@ -78,6 +80,12 @@ def test_forward_and_every_gradient(count, shape, emulated, rms):
 def test_fp16(count, shape, emulated, rms):
     emulated(count)
     check_forward_and_every_gradient(shape, torch.float16, rms, "cpu")
+
+
+@pytest.mark.parametrize(("count", "shape"), [each for each in SHAPES if each[1][5] > 1], ids=str)
+def test_segments_apart(count, shape, emulated, rms):
+    emulated(count)
+    check_forward_and_every_gradient(shape, torch.bfloat16, rms, "cpu", apart=True)
 
 
 @pytest.mark.parametrize(("count", "shape"), [SHAPES[10], SHAPES[13]], ids=str)
@@ -231,6 +239,45 @@ def test_maps(count, shape, kept, pool, emulated, rms):
         units = n * (h // 2) * (w // 2) if pool else n * h * w
         assert norm_relu.map_plan(units, channels, pool, backward, count).keep == kept[backward]
     check_output_and_every_gradient(shape, pool, torch.float16 if pool else torch.bfloat16, rms, "cpu")
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize(("count", "shape", "segments"), [
+    (4, (3, 6, 8, 40), 5), (3, (4, 6, 8, 48), 3), (1, (12, 16, 16, 80), 10), (1, (12, 16, 16, 80), 1),
+], ids=str)  # fmt: skip
+def test_maps_of_segments(count, shape, segments, pool, emulated, rms):
+    emulated(count)
+    check_output_and_every_gradient(shape, pool, torch.bfloat16, rms, "cpu", segments)
+
+
+@interpreted
+@pytest.mark.parametrize("hook", [False, True])
+def test_segments_pass_apart_through_a_network(hook, emulated, rms, monkeypatch):
+    emulated(4)
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    model = create_model("RecNet(4, 8, 16, 3, 2)", num_classes=5, backend="triton").train()
+    images = torch.randn(3, 3, 8, 8)
+    asked, segments_for = [], dispatch.segments_for
+
+    def asking(*args) -> int:
+        asked.append(segments_for(*args))
+        return asked[-1]
+
+    monkeypatch.setattr(dispatch, "segments_for", asking)
+    results = []
+    for apart in (False, True):
+        monkeypatch.setattr(dispatch, "APART", apart)
+        again = copy.deepcopy(model)
+        if hook:
+            again.stages[1][0].crc.register_forward_hook(lambda *_: None)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(again(images), torch.tensor([0, 3, 1]))
+        loss.backward()
+        results.append([loss, *(p.grad for p in again.parameters()), *again.buffers()])
+    assert [given for given in asked if given > 1] == ([] if hook else [3, 3, 2, 2])
+    for one, other in zip(*results, strict=True):
+        assert rms(one, other) < 1e-3
 
 
 # Blocks a cluster, blocks that share the channels, buffers; N, H, W, s_in, s_out, d, c_out, pool, kernel_x, kernel_h

@@ -6,6 +6,7 @@ import torch
 from recnets import create_model, list_models
 from recnets.layers import Recurrent
 from recnets.ops import naive
+from recnets.ops import torch as plain
 from recnets.ops.cuda import crc, grad_plan, nvrtc, plan, tuned
 from recnets.ops.cuda.plan import Layer
 
@@ -149,8 +150,11 @@ def poison(device: str) -> None:
     del held
 
 
-def check_forward_and_every_gradient(shape, dtype, rms, device="cuda", *, batch=True, relu=True) -> None:
-    """Against the naive loop; without `batch` the statistics are known, without `relu` the recursion is linear."""
+def check_forward_and_every_gradient(shape, dtype, rms, device="cuda", *, batch=True, relu=True, apart=False) -> None:
+    """Against the naive loop; without `batch` the statistics are known, without `relu` the recursion is linear.
+
+    `apart`: x and its gradient are a map for every step.
+    """
     n, h, w, s_in, s_out, d, kernel_x, kernel_h = shape
     x = torch.randn(n, h, w, d * s_in, device=device).to(dtype)
     weight_x = (torch.randn(s_out, s_in, kernel_x, kernel_x, device=device) / (s_in * kernel_x**2) ** 0.5).to(dtype)
@@ -160,10 +164,13 @@ def check_forward_and_every_gradient(shape, dtype, rms, device="cuda", *, batch=
     mean, var = 0.1 * torch.randn(d * s_out, device=device), torch.rand(d * s_out, device=device) + 0.5
     statistics = None if batch else torch.stack([mean, var]).view(2, d, s_out)
     inputs = (x, weight_x.float(), weight_h.float(), gamma, beta)
-    layer = crc.layer_of(x, weight_x, weight_h, d)
-    assert crc.supports(x, layer)
+    rows = plain.apart(x.permute(0, 3, 1, 2), d).permute(0, 2, 3, 1) if apart else x
+    layer = crc.layer_of(rows, weight_x, weight_h, d)
+    assert layer.apart == apart
+    assert layer.n == n
+    assert crc.supports(rows, layer)
     poison(device)
-    hidden, z, sums = crc.forward(*inputs, statistics, layer=layer, eps=1e-5, relu=relu)
+    hidden, z, sums = crc.forward(rows, *inputs[1:], statistics, layer=layer, eps=1e-5, relu=relu)
     exact = [t.double().requires_grad_() for t in inputs]
     decisions = (hidden > 0).double() if relu else torch.ones_like(hidden, dtype=torch.float64)
     expected = naive.crc(
@@ -174,8 +181,10 @@ def check_forward_and_every_gradient(shape, dtype, rms, device="cuda", *, batch=
     expected.backward(grad.double())
     poison(device)
     dx, dwx, dwh, dnorm = crc.backward(
-        grad, x, hidden, z, sums, *inputs[1:], layer=layer, eps=1e-5, batch=batch, relu=relu
+        grad, rows, hidden, z, sums, *inputs[1:], layer=layer, eps=1e-5, batch=batch, relu=relu
     )
+    assert dx.shape == rows.shape
+    dx = plain.together(dx.permute(0, 3, 1, 2), d).permute(0, 2, 3, 1) if apart else dx
     assert rms(hidden, expected) < 1e-2
     got = (dx, dwx, dwh, dnorm[1].flatten(), dnorm[0].flatten())
     for name, a, e in zip(("x", "weight_x", "weight_h", "gamma", "beta"), got, exact, strict=True):
@@ -198,6 +207,13 @@ def test_forward_and_every_gradient(shape, dtype, rms):
 @pytest.mark.parametrize("shape", [SHAPES[i] for i in (0, 2, 5, 8, 9, 11)], ids=str)
 def test_known_statistics_and_linear_recursion(shape, batch, relu, rms):
     check_forward_and_every_gradient(shape, torch.bfloat16, rms, batch=batch, relu=relu)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[5] > 1], ids=str)
+def test_segments_apart(shape, rms):
+    check_forward_and_every_gradient(shape, torch.bfloat16, rms, apart=True)
 
 
 @on_gpu

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from recnets.ops import dispatch
+from recnets.ops import torch as plain
 from recnets.ops.cuda import norm_relu, plan
 
 if dispatch.AVAILABLE:
@@ -31,21 +32,25 @@ def test_a_map_on_the_cpu_is_not_for_these_kernels():
     assert not norm_relu.supports(torch.zeros(1, 4, 4, 8, dtype=torch.bfloat16), False)
 
 
-def check_output_and_every_gradient(shape, pool, dtype, rms, device="cuda") -> None:
+def check_output_and_every_gradient(shape, pool, dtype, rms, device="cuda", segments=1) -> None:
     _, h, w, channels = shape
     y = (2 * torch.randn(shape, device=device) + 1).to(dtype)
     gamma, beta = torch.randn(channels, device=device), torch.randn(channels, device=device)
     if pool and (h % 2 or w % 2):
-        assert not norm_relu.supports(y, pool)
+        assert not norm_relu.supports(y, pool, segments)
         return
-    assert norm_relu.supports(y, pool)
+    assert norm_relu.supports(y, pool, segments)
+    assert not norm_relu.supports(y, pool, channels // 4)  # of four channels each
     exact = [t.double().requires_grad_() for t in (y, gamma, beta)]
     expected = torch.relu(F.batch_norm(exact[0].permute(0, 3, 1, 2), None, None, *exact[1:], True))
     expected = (F.max_pool2d(expected, 2) if pool else expected).permute(0, 2, 3, 1)
     grad = torch.randn_like(expected).to(dtype).contiguous()
     expected.backward(grad.double())
-    out, sums = norm_relu.forward(y, gamma, beta, 1e-5, pool)
-    dy, (dbeta, dgamma) = norm_relu.backward(grad, y, sums, gamma, beta, 1e-5, pool)
+    out, sums = norm_relu.forward(y, gamma, beta, 1e-5, pool, segments)
+    grad = plain.apart(grad.permute(0, 3, 1, 2), segments).permute(0, 2, 3, 1).contiguous()
+    assert out.shape == grad.shape
+    dy, (dbeta, dgamma) = norm_relu.backward(grad, y, sums, gamma, beta, 1e-5, pool, segments)
+    out = plain.together(out.permute(0, 3, 1, 2), segments).permute(0, 2, 3, 1)
     assert rms(out, expected.detach()) < 1e-2
     for name, got, leaf in zip(("y", "gamma", "beta"), (dy, dgamma.flatten(), dbeta.flatten()), exact, strict=True):
         assert leaf.grad is not None
@@ -74,8 +79,8 @@ def test_operators_take_them(pool, rms):
         [t.clone().to(d or t.dtype).requires_grad_() for t in (y, gamma, beta)] for d in (None, torch.float64)
     )
     operator = batch_norm.norm_relu_pool_train if pool else batch_norm.norm_relu_train
-    torch.library.opcheck(operator, (*actual, 1e-5), test_utils=("test_schema", "test_faketensor"))
-    out = operator(*actual, 1e-5)[0]
+    torch.library.opcheck(operator, (*actual, 1e-5, 1), test_utils=("test_schema", "test_faketensor"))
+    out = operator(*actual, 1e-5, 1)[0]
     expected = torch.relu(F.batch_norm(exact[0], None, None, *exact[1:], True))
     expected = F.max_pool2d(expected, 2) if pool else expected
     grad = torch.randn_like(expected).to(torch.bfloat16)

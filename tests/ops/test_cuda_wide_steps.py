@@ -29,9 +29,9 @@ CASES = [
 def wide(monkeypatch):
     """`wide(tile, groups, buffers, shape)`: both passes of this layer go so until the test ends."""
 
-    def choose(tile: Tile, groups: int, buffers: int, shape: tuple[int, ...]) -> Layer:
+    def choose(tile: Tile, groups: int, buffers: int, shape: tuple[int, ...], apart: bool = False) -> Layer:
         n, h, w, si, so, d = shape
-        layer = Layer(n, h, w, d, si, so, 3, 3)
+        layer = Layer(n, h, w, d, si, so, 3, 3, apart)
         for name in ("forward", "backward"):
             found = plan.wide_plan_of(name, layer, tile, groups, buffers, 1)
             assert found is not None
@@ -61,6 +61,23 @@ def test_forward_and_every_gradient(case, wide, emulated, rms):
     wide(*choice, shape)
     check_forward_and_every_gradient((*shape, 3, 3), torch.bfloat16, rms, "cpu")
     assert {"forward_wide", "backward_wide"} <= set(device.launched)
+
+
+@pytest.mark.parametrize("case", CASES[:-1], ids=str)
+def test_segments_apart(case, wide, emulated, rms):
+    count, *choice, shape = case
+    device = emulated(count)
+    wide(*choice, shape, apart=True)
+    check_forward_and_every_gradient((*shape, 3, 3), torch.bfloat16, rms, "cpu", apart=True)
+    assert {"forward_wide", "backward_wide"} <= set(device.launched)
+
+
+@pytest.mark.skipif(not (torch.cuda.is_available() and kernels.has_wgmma(0)), reason="needs a GPU with wgmma")
+@pytest.mark.parametrize("case", CASES[:-1], ids=str)
+def test_segments_apart_on_a_gpu(case, wide, rms):
+    *choice, shape = case[1:]
+    wide(*choice, shape, apart=True)
+    check_forward_and_every_gradient((*shape, 3, 3), torch.bfloat16, rms, apart=True)
 
 
 @pytest.mark.parametrize("seed", range(1, 4))

@@ -9,6 +9,7 @@ from torch import Tensor
 from recnets.layers import CRC, Recurrent
 from recnets.layers.crc import NONLINEARITIES
 from recnets.ops import dispatch, naive
+from recnets.ops import torch as plain
 
 pytestmark = pytest.mark.skipif(not dispatch.AVAILABLE, reason="needs the package 'triton'")
 if dispatch.AVAILABLE:
@@ -199,11 +200,47 @@ def test_norm_and_relu_of_a_map():
     out = torch.relu(torch.nn.functional.batch_norm(expected[0], None, None, expected[1], expected[2], True))
     grad = torch.randn_like(out)
     out.backward(grad)
-    fused, _ = batch_norm.norm_relu_train(*actual, 1e-5)
+    fused, _ = batch_norm.norm_relu_train(*actual, 1e-5, 1)
     fused.backward(grad.float())
     assert rms(fused, out) < 1e-5
     for got, want in zip(gradients(actual), gradients(expected), strict=True):
         assert rms(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_norm_of_segments(pool):
+    y, gamma, beta = (
+        torch.randn(3, 20, 6, 8, device=DEVICE),
+        torch.rand(20, device=DEVICE),
+        torch.randn(20, device=DEVICE),
+    )
+    operator = batch_norm.norm_relu_pool_train if pool else batch_norm.norm_relu_train
+    whole, parts = leaves([y, gamma, beta]), leaves([y, gamma, beta])
+    out, got = operator(*whole, 1e-5, 1)[0], operator(*parts, 1e-5, 5)[0]
+    assert got.shape == (15, 4, *out.shape[2:])
+    assert torch.equal(plain.together(got, 5), out)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    got.backward(plain.apart(grad, 5))
+    for one, other in zip(gradients(parts), gradients(whole), strict=True):
+        assert rms(one, other) < 1e-5
+    torch.library.opcheck(operator, (*parts, 1e-5, 5), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_segments_apart():
+    tensors, d = make((2, 5, 4, 4, 16, 3, 3, 3), torch.float32)
+    whole, parts = leaves(tensors), leaves([plain.apart(tensors[0], d), *tensors[1:]])
+    h, got = op.crc(*whole, None, d, 1e-5, True)[0], op.crc(*parts, None, d, 1e-5, True)[0]
+    assert rms(got, h) < 1e-5
+    grad = torch.randn_like(h)
+    h.backward(grad)
+    got.backward(grad)
+    expected = gradients(whole)
+    expected[0] = plain.apart(expected[0], d)
+    for one, other in zip(gradients(parts), expected, strict=True):
+        assert rms(one, other) < 1e-5
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(op.crc, (*parts, None, d, 1e-5, True), test_utils=checks)
 
 
 def test_operators_are_registered_as_torch_expects():
@@ -215,7 +252,7 @@ def test_operators_are_registered_as_torch_expects():
     known = torch.stack(statistics).view(2, 2, 16)
     torch.library.opcheck(op.crc, (*leaves(tensors), known, d, 1e-5, False), test_utils=checks)
     y = torch.randn(2, 16, 3, 3, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(batch_norm.norm_relu_train, (y, *statistics, 1e-5), test_utils=checks)
+    torch.library.opcheck(batch_norm.norm_relu_train, (y, *statistics, 1e-5, 1), test_utils=checks)
 
 
 def with_backend(module: torch.nn.Module, backend: str) -> torch.nn.Module:

@@ -47,7 +47,7 @@ def error(actual: Tensor | None, expected: Tensor | None) -> float:
 def check(tensors: list[Tensor], bound: float) -> None:
     """Output and every gradient against float64."""
     actual, exact = leaves(tensors), leaves(tensors, torch.float64)
-    out, expected = norm_relu_pool_train(*actual, 1e-5)[0], plain(*exact)
+    out, expected = norm_relu_pool_train(*actual, 1e-5, 1)[0], plain(*exact)
     grad = torch.randn_like(expected)
     out.backward(grad.to(out.dtype))
     expected.backward(grad)
@@ -76,16 +76,16 @@ def test_of_equal_maxima_the_first_takes_the_gradient():
 
 def test_any_order_of_memory():
     y, gamma, beta = make((2, 8, 4, 6), torch.float32)
-    out = norm_relu_pool_train(y, gamma, beta, 1e-5)[0]
+    out = norm_relu_pool_train(y, gamma, beta, 1e-5, 1)[0]
     assert out.is_contiguous(memory_format=torch.channels_last)
     turned = y.contiguous(memory_format=torch.channels_last)
-    assert torch.equal(norm_relu_pool_train(turned, gamma, beta, 1e-5)[0], out)
+    assert torch.equal(norm_relu_pool_train(turned, gamma, beta, 1e-5, 1)[0], out)
 
 
 def test_values_that_are_no_numbers_are_not_hidden():
     y, gamma, beta = make((2, 4, 4, 4), torch.float32)
     y[1, 2, 3, 0] = torch.nan
-    out = norm_relu_pool_train(y, gamma, beta, 1e-5)[0]
+    out = norm_relu_pool_train(y, gamma, beta, 1e-5, 1)[0]
     assert out[:, 2].isnan().all()
     assert out[:, [0, 1, 3]].isfinite().all()
 
@@ -95,7 +95,7 @@ def test_repeats_are_bitwise_equal_where_determinism_is_asked_for():
 
     def run() -> list[Tensor]:
         inputs = leaves(tensors)
-        out, sums = norm_relu_pool_train(*inputs, 1e-5)
+        out, sums = norm_relu_pool_train(*inputs, 1e-5, 1)
         out.backward(torch.ones_like(out))
         return [out, sums, *(t.grad for t in inputs if t.grad is not None)]
 
@@ -107,7 +107,7 @@ def test_repeats_are_bitwise_equal_where_determinism_is_asked_for():
 def test_operator_is_registered_as_torch_expects():
     y, gamma, beta = leaves(make((2, 16, 5, 4), torch.float32))
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(norm_relu_pool_train, (y, gamma, beta, 1e-5), test_utils=checks)
+    torch.library.opcheck(norm_relu_pool_train, (y, gamma, beta, 1e-5, 1), test_utils=checks)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -140,10 +140,11 @@ class CRC(nn.Module):
             return None
         return norm_of(self.norm, calls=self.d if self.nonlinearity == "shared_bn_relu" else 1)
 
-    def check(self, x: Tensor, what: str) -> None:
+    def check(self, x: Tensor, what: str, apart: bool = False) -> None:
         """A clear error, in the name of `what`, for an input that the layer cannot take."""
         # The kernels cast what they read, and say themselves what they do not take.
-        check_input(x, self.d * self.s_in, what, None if self.backend == "triton" else self.weight_x)
+        channels = self.s_in if apart else self.d * self.s_in
+        check_input(x, channels, what, None if self.backend == "triton" else self.weight_x)
         if self.padding_mode not in SMALLEST_MAP:
             return
         weights = (self.weight_x,) if self.recurrent and self.d == 1 else (self.weight_x, self.weight_h)
@@ -155,8 +156,9 @@ class CRC(nn.Module):
                 f"{smallest}×{smallest} pixels, got {x.shape[2]}×{x.shape[3]}"
             )
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.check(x, str(self))
+    def forward(self, x: Tensor, apart: bool = False) -> Tensor:
+        """`apart`: x is (d·N, s_in, H, W), as the norm before it may leave it for this layer."""
+        self.check(x, str(self), apart)
         return dispatch.crc(
             x,
             self.weight_x,
@@ -165,6 +167,7 @@ class CRC(nn.Module):
             self.step_norm(),
             self.recurrence,
             backend=self.backend,
+            apart=apart,
         )
 
     def parallel_kernels(self) -> tuple[list[Tensor], list[Tensor]]:

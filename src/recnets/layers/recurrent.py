@@ -16,6 +16,7 @@ from recnets.layers.norm import norm_of
 from recnets.layers.transition import TransitionBlock
 from recnets.ops import dispatch
 from recnets.ops import torch as plain
+from recnets.ops.dispatch import Following
 from recnets.ops.norm import Norm
 from recnets.utils import choose
 
@@ -48,7 +49,8 @@ class Recurrent(nn.Module):
       CPU in training too where the whole output would be large (`WIDEST`); never past a hook on the CRC layer or the
       transition.
 
-    Called with `pool=True` it gives the 2×2 maxima of its output.
+    Called with `pool=True` it gives the 2×2 maxima of its output. `apart` and `following` are for maps that pass
+    between such modules in training in the order of their kernels: see `dispatch.norm_relu`.
     """
 
     def __init__(self, s_in: int, s_out: int, c_out: int, d: int, *, mode: str = "auto", **crc_options: Any) -> None:
@@ -72,7 +74,13 @@ class Recurrent(nn.Module):
     def mode(self, value: str) -> None:
         self._mode = choose(value, MODES, "mode")
 
-    def forward(self, x: Tensor, pool: bool = False) -> Tensor:
+    def as_following(self) -> Following:
+        """What a norm before this module needs to know of it."""
+        return Following(self.crc.weight_x, self.crc.weight_h, self.crc.recurrence)
+
+    def forward(self, x: Tensor, pool: bool = False, apart: bool = False, following: Following | None = None) -> Tensor:
+        if apart or following is not None:
+            return self.transition(self.crc(x, apart=apart), pool=pool, following=following)
         grad = self._needs_grad(x)
         # Hooks on all modules are for counting and profiling, which should see what runs without them.
         if self.mode == "auto" and any(has_hooks(m) for m in (self.crc, self.transition, *self.transition.children())):

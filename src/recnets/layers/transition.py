@@ -8,13 +8,15 @@ from torch import Tensor, nn
 from recnets.layers.crc import check_input
 from recnets.layers.norm import norm_of
 from recnets.ops import dispatch
+from recnets.ops.dispatch import Following
 from recnets.utils import choose, positive_int
 
 
 class TransitionBlock(nn.Module):
     """TB(c_in, c_out): 1×1 convolution without bias, BN, ReLU; (N, c_in, H, W) -> (N, c_out, H, W).
 
-    Called with `pool=True` it gives the 2×2 maxima of that, which the kernels compute in the same pass.
+    Called with `pool=True` it gives the 2×2 maxima of that, which the kernels compute in the same pass; for a CRC layer
+    that is `following`, see `dispatch.norm_relu`.
     """
 
     def __init__(self, c_in: int, c_out: int, *, backend: str = "auto") -> None:
@@ -28,7 +30,7 @@ class TransitionBlock(nn.Module):
         self.norm = nn.BatchNorm2d(c_out)
         nn.init.kaiming_normal_(self.conv.weight, nonlinearity="relu")
 
-    def forward(self, x: Tensor, pool: bool = False) -> Tensor:
+    def forward(self, x: Tensor, pool: bool = False, following: Following | None = None) -> Tensor:
         check_input(x, self.c_in, f"TransitionBlock({self.c_in}, {self.c_out})", self.conv.weight)
         y = dispatch.pointwise(x, self.conv.weight)
-        return dispatch.norm_relu(y, norm_of(self.norm), backend=self.backend, pool=pool)
+        return dispatch.norm_relu(y, norm_of(self.norm), backend=self.backend, pool=pool, following=following)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from recnets.errors import RecNetsError
@@ -17,6 +18,7 @@ from recnets.layers.norm import norm_of
 from recnets.layers.recurrent import hooked
 from recnets.models.registry import ModelConfig, kept_metadata, register_model
 from recnets.ops import dispatch
+from recnets.ops.dispatch import Following
 from recnets.utils import choose, did_you_mean, positive_int
 
 CRC_OPTIONS = tuple(
@@ -36,14 +38,14 @@ class Stem(nn.Module):
         self.norm = nn.BatchNorm2d(c_out)
         nn.init.kaiming_normal_(self.conv.weight, nonlinearity="relu")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, following: Following | None = None) -> Tensor:
         conv = self.conv
         if type(conv) is nn.Conv2d and self.backend != "triton":  # another module may have taken its place
             check_dtype(x, conv.weight, "the stem")
         norm = norm_of(self.norm)
         if not _same_3x3(conv) or hooked(conv):
-            return dispatch.norm_relu(conv(x), norm, backend=self.backend)
-        return dispatch.stem(x, conv.weight, conv.bias, norm, backend=self.backend)
+            return dispatch.norm_relu(conv(x), norm, backend=self.backend, following=following)
+        return dispatch.stem(x, conv.weight, conv.bias, norm, backend=self.backend, following=following)
 
 
 def _same_3x3(conv: nn.Module) -> bool:
@@ -211,11 +213,35 @@ class RecNet(nn.Module):
     def forward_features(self, x: Tensor) -> Tensor:
         """The last stage's map, (N, S_n·d_n, H/2^(n-1), W/2^(n-1))."""
         self._check(x)
+        chain = self._chain() if dispatch.APART else None
+        if chain is not None:
+            return self._through(chain, x)
         x = self.stem(x)
         *before, last = self.stages
         for stage in before:
             x = self._pooled(stage, x)
         return last(x)
+
+    def _chain(self) -> list[Recurrent] | None:
+        """All Recurrent modules, in training and where no one would notice how maps pass between them; else None."""
+        if not (self.training and torch.is_grad_enabled()) or type(self.stem) is not Stem or not _halves(self.pool):
+            return None
+        chain: list[Recurrent] = []
+        for stage in self.stages:
+            if type(stage) is not nn.Sequential or len(stage) != 2:
+                return None
+            chain += [module for module in stage if type(module) is Recurrent and module.mode != "stream"]
+        noticed = any(hooked(m) for part in (self.stem, self.stages, self.pool) for m in part.modules())
+        return None if noticed or len(chain) < 2 * len(self.stages) else chain
+
+    def _through(self, chain: list[Recurrent], x: Tensor) -> Tensor:
+        """The last stage's map. Between modules each step's maps may lie apart, which makes d times as many of them."""
+        count = x.shape[0]
+        x = self.stem(x, following=chain[0].as_following())
+        for i, module in enumerate(chain):
+            following = chain[i + 1].as_following() if i + 1 < len(chain) else None
+            x = module(x, pool=i % 2 == 1 and following is not None, apart=x.shape[0] != count, following=following)
+        return x
 
     def _pooled(self, stage: nn.Module, x: Tensor) -> Tensor:
         """A stage, then pooling; where kernels may run its last module pools, unless a hook would notice."""

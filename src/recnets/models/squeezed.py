@@ -23,6 +23,7 @@ from recnets.layers import Recurrent, TransitionBlock
 from recnets.layers.norm import norm_of
 from recnets.models.recnet import RecNet, Stem
 from recnets.ops import torch as plain
+from recnets.ops.dispatch import Following
 
 Plan: TypeAlias = Mapping[str, Mapping[str, str]]
 
@@ -76,8 +77,8 @@ class SqueezedStem(Stem):
         super().__init__(in_channels, int(outputs.sum()), bias=bias, backend=backend)
         self.expand = Expand(outputs)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.expand(super().forward(x))
+    def forward(self, x: Tensor, following: Following | None = None) -> Tensor:
+        return self.expand(super().forward(x))  # constants are among its channels: they stay together
 
 
 class SqueezedTransition(TransitionBlock):
@@ -91,7 +92,7 @@ class SqueezedTransition(TransitionBlock):
         self.register_buffer("columns", columns.nonzero().flatten(), persistent=False)
         self.expand = Expand(outputs)
 
-    def forward(self, x: Tensor, pool: bool = False) -> Tensor:
+    def forward(self, x: Tensor, pool: bool = False, following: Following | None = None) -> Tensor:
         return self.expand(super().forward(x.index_select(1, self.columns), pool=pool))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +32,18 @@ if AVAILABLE:
     from recnets.ops.triton import stem as fused_stem
 
 LARGEST_S_OUT = 256
+APART = False
+"""Do maps pass from a norm to the CRC layer after it step by step? By counts faster, but not timed on a GPU yet."""
 _log = logging.getLogger("recnets")
 _said: set[str] = set()
+
+
+class Following(NamedTuple):
+    """The CRC layer that is next, for a norm that could give it each step's maps in one piece."""
+
+    weight_x: Tensor
+    weight_h: Tensor
+    recurrence: Recurrence
 
 
 def missing_kernel(r: Recurrence, kernel_x: int, kernel_h: int, s_in: int, s_out: int) -> str | None:
@@ -78,6 +89,23 @@ def cannot_run(x: Tensor, norm: Norm | None, widest: int) -> str | None:
     return None
 
 
+def segments_for(y: Tensor, norm: Norm, following: Following | None, pool: bool) -> int:
+    """Into how many segments the norm of y should take its output apart: d where the CUDA kernels run both, else 1.
+
+    A step reads one segment of all pixels. In rows of all channels that is 16 bytes here and there, where memory gives
+    64 at a time; in maps of its own it is all that is read.
+    """
+    if following is None or torch.compiler.is_compiling() or _looked_through("auto") is not None:
+        return 1
+    weight_x, weight_h, r = following
+    s_out, s_in, kernel_x, _ = weight_x.shape
+    if r.d == 1 or y.shape[1] != r.d * s_in or y.dtype != compute_dtype(y) or not norm.batch_statistics:
+        return 1
+    if missing_kernel(r, kernel_x, weight_h.shape[-1], s_in, s_out) or cannot_run(y, norm, r.d * s_out):
+        return 1
+    return r.d if fused.takes_apart(y, weight_x, weight_h, r.d, pool) else 1
+
+
 def _taps_in_order(weight: Tensor) -> Tensor:
     """A weight whose taps are one dimension in memory, whatever the order of its channels: what the kernels read."""
     return weight if weight.stride(2) == weight.shape[3] * weight.stride(3) else weight.contiguous()
@@ -111,12 +139,18 @@ def crc(
     r: Recurrence,
     *,
     backend: str = "auto",
+    apart: bool = False,
 ) -> Tensor:
-    """All hidden states of a CRC layer, (N, d·s_in, H, W) -> (N, d·s_out, H, W)."""
+    """All hidden states of a CRC layer, (N, d·s_in, H, W) -> (N, d·s_out, H, W).
+
+    `apart`: x is (d·N, s_in, H, W), as a norm leaves it for a layer that it knows as `Following`.
+    """
     if backend == "torch" or (backend == "auto" and INTERPRETED):  # the interpreter is for those who ask for it
-        return plain.crc(x, weight_x, weight_h, bias, norm, r)
+        return plain.crc(plain.together(x, r.d if apart else 1), weight_x, weight_h, bias, norm, r)
     s_out, s_in = weight_x.shape[:2]
-    reason = missing_kernel(r, weight_x.shape[-1], weight_h.shape[-1], s_in, s_out) or cannot_run(x, norm, r.d * s_out)
+    of_a_step = x[: x.shape[0] // r.d] if apart else x
+    reason = missing_kernel(r, weight_x.shape[-1], weight_h.shape[-1], s_in, s_out)
+    reason = reason or cannot_run(of_a_step, norm, r.d * s_out)
     reason = reason or _looked_through(backend)
     inside = None if r.nonlinearity == "linear" else norm  # Eq. 4 normalises what the recursion leaves
     if reason is None and weight_x.device != x.device:
@@ -124,7 +158,7 @@ def crc(
     if reason is None and bias is not None and inside is not None:
         reason = "the kernels take a bias or a norm in a step, not both"
     if not _chosen(backend, reason):
-        return plain.crc(x, weight_x, weight_h, bias, norm, r)
+        return plain.crc(plain.together(x, r.d if apart else 1), weight_x, weight_h, bias, norm, r)
     weight_x, weight_h = _taps_in_order(weight_x), _taps_in_order(weight_h)
     own = _norm_of_steps(inside, bias, r.d, weight_x)
     known = None
@@ -136,7 +170,7 @@ def crc(
     h, z, sums = fused.crc(x.to(compute_dtype(x)), weight_x, weight_h, own.weight, own.bias, known, r.d, own.eps, relu)
     del z  # as wide as h, and only the backward pass needs it
     if inside is not None and known is None:
-        _update(sums, inside, x)
+        _update(sums, inside, of_a_step)
     if relu:
         return h
     return torch.relu(h) if norm is None else norm_relu(h, norm, backend=backend)
@@ -199,8 +233,13 @@ def recurrent_eval(
     return inference.recurrent_eval(x, weight_x, weight_h, *steps, matrix, *after, r.d, pool)
 
 
-def norm_relu(y: Tensor, norm: Norm, *, backend: str = "auto", pool: bool = False) -> Tensor:
-    """ReLU(BN(y)) of a whole map, (N, C, H, W) -> the same, with `pool` its 2×2 maxima; fused in training."""
+def norm_relu(
+    y: Tensor, norm: Norm, *, backend: str = "auto", pool: bool = False, following: Following | None = None
+) -> Tensor:
+    """ReLU(BN(y)) of a whole map, (N, C, H, W) -> the same, with `pool` its 2×2 maxima; fused in training.
+
+    For a layer that is `following`, (d·N, C/d, H, W) where the kernels gain by it: a segment's maps after the other's.
+    """
     able = norm.batch_statistics and backend != "torch" and cannot_run(y, norm, y.shape[1]) is None
     able = able and not (pool and min(y.shape[2:]) < 2)  # which PyTorch refuses
     if not able or (INTERPRETED and backend != "triton"):
@@ -209,13 +248,16 @@ def norm_relu(y: Tensor, norm: Norm, *, backend: str = "auto", pool: bool = Fals
     assert norm.weight is not None
     assert norm.bias is not None
     operator = fused_norm.norm_relu_pool_train if pool else fused_norm.norm_relu_train
-    out, sums = operator(y, norm.weight, norm.bias, norm.eps)
+    out, sums = operator(y, norm.weight, norm.bias, norm.eps, segments_for(y, norm, following, pool))
     _update(sums, norm, y)
     return out
 
 
-def stem(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, *, backend: str = "auto") -> Tensor:
-    """ReLU(BN(x ⊛ W)) of a picture by a 3×3 kernel, (N, C, H, W) -> (N, c_out, H, W)."""
+def stem(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, *, backend: str = "auto",
+    following: Following | None = None,
+) -> Tensor:  # fmt: skip
+    """ReLU(BN(x ⊛ W)) of a picture by a 3×3 kernel, (N, C, H, W) -> (N, c_out, H, W); `following` as in `norm_relu`."""
     dtype = compute_dtype(x)
     grad = torch.is_grad_enabled()
     able = backend != "torch" and (x.is_cuda or (INTERPRETED and backend == "triton")) and weight.shape[1] <= 3
@@ -224,7 +266,7 @@ def stem(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, *, backend:
     able = able and not (grad and x.requires_grad) and forward_ad._current_level < 0
     able = able and not traced()
     if not able or cannot_run(x, norm, max(weight.shape[0], fused_stem.WIDTH)) is not None:
-        return norm_relu(plain.conv(x, weight, bias), norm, backend=backend)
+        return norm_relu(plain.conv(x, weight, bias), norm, backend=backend, following=following)
     matrix = weight.permute(0, 2, 3, 1).flatten(1)
     folded = not norm.batch_statistics and not grad
     if folded:
@@ -234,7 +276,7 @@ def stem(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, *, backend:
     rows = fused_stem.neighbours(x, dtype)
     matrix = torch.nn.functional.pad(matrix.to(dtype), (0, fused_stem.WIDTH - matrix.shape[1]))
     y = torch.nn.functional.linear(rows, matrix, None if bias is None else bias.to(dtype)).permute(0, 3, 1, 2)
-    return y.relu_() if folded else norm_relu(y, norm, backend=backend)
+    return y.relu_() if folded else norm_relu(y, norm, backend=backend, following=following)
 
 
 def _update(sums: Tensor, norm: Norm, x: Tensor) -> None:

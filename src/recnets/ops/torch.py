@@ -36,6 +36,21 @@ class Recurrence(NamedTuple):
     padding_mode: str = "zeros"
 
 
+def apart(x: Tensor, segments: int) -> Tensor:
+    """(N, C, H, W) -> (segments · N, C / segments, H, W): the maps of one segment after those of the other."""
+    if segments == 1:
+        return x
+    maps = x.unflatten(1, (segments, -1)).transpose(0, 1).flatten(0, 1)
+    return maps.contiguous(memory_format=torch.channels_last)
+
+
+def together(x: Tensor, segments: int) -> Tensor:
+    """The inverse of `apart`."""
+    if segments == 1:
+        return x
+    return x.unflatten(0, (segments, -1)).transpose(0, 1).flatten(1, 2).contiguous(memory_format=torch.channels_last)
+
+
 def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, padding_mode: str = "zeros") -> Tensor:
     """'Same' convolution, (N, C_in, H, W) with (C_out, C_in, k, k) -> (N, C_out, H, W)."""
     radius = weight.shape[-1] // 2

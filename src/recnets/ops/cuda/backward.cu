@@ -165,7 +165,7 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
             __syncthreads();
             if (i >= 0) put(acc, sum, products, norm, ms, zs, out, tile.count);
             if (!SINGLE) {  // before the next tile overwrites the shared ones
-                if (i < D - 1) put_dx(extra, 0, dx, i + 1, split, tile);
+                if (i < D - 1) put_dx(extra, 0, dx, i + 1, split, tile, batch);
                 __syncthreads();
                 if (i >= 0) put_own(out, ms, SO, tile.count);
             }
@@ -175,7 +175,7 @@ backward(const u16* dh, const u16* packed_h, const u16* packed_x, const float* g
             arrive(counters + i);
         }
         if (SINGLE) {
-            if (i < D - 1) put_dx(extra, 0, dx, i + 1, split, tile);
+            if (i < D - 1) put_dx(extra, 0, dx, i + 1, split, tile, batch);
             if (i >= 0) single.fetch_z(z, i, tile, batch);
         }
     }

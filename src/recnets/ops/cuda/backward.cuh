@@ -145,10 +145,10 @@ __device__ __forceinline__ void put(const float (&acc)[MT][T][4], float (&sum)[N
 
 // dx of a warp's tiles, of which the first has number `first` of the sums.
 template <int T>
-__device__ __forceinline__ void put_dx(const float (&sums)[MT][T][4], int first, u16* dx, int i, int split, const Tile& tile) {
+__device__ __forceinline__ void put_dx(const float (&sums)[MT][T][4], int first, u16* dx, int i, int split, const Tile& tile, int batch) {
     if (!DX_TILES || (!DX_SPLIT && split)) return;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wm = warp / WN, wn = warp % WN;
-    u16* out = dx + (size_t)tile.first * (D * SI) + i * SI + (DX_SPLIT ? split * DX_CHANNELS : 0);
+    u16* out = dx + (size_t)tile.first * X_STRIDE + x_step(i, batch) + (DX_SPLIT ? split * DX_CHANNELS : 0);
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -159,7 +159,7 @@ __device__ __forceinline__ void put_dx(const float (&sums)[MT][T][4], int first,
             for (int n = 0; n < TX; n++) {
                 const int c = (wn * TX + n) * 8 + lane % 4 * 2;
                 if (c < DX_CHANNELS)
-                    *(u32*)(out + (size_t)q * (D * SI) + c) = pack2(sums[m][first + n][half * 2], sums[m][first + n][half * 2 + 1]);
+                    *(u32*)(out + (size_t)q * X_STRIDE + c) = pack2(sums[m][first + n][half * 2], sums[m][first + n][half * 2 + 1]);
             }
         }
 }

@@ -69,7 +69,7 @@ backward_wide(const u16* dh, const u16* packed, const u16*, const float* gamma, 
             __syncthreads();
             u16* out = masked + (i & 1) * plane + (size_t)tile.first * SO + channel;
             if (i >= 0) put(acc, sum, products, norm, ms, zs, out, tile.count);
-            if (i < D - 1) put_dx(acc, NT, dx, i + 1, split, tile);
+            if (i < D - 1) put_dx(acc, NT, dx, i + 1, split, tile, batch);
             __syncthreads();
             if (BUFFERS == 1) prepare();
             if (i >= 0) put_own(out, ms, SO, tile.count);

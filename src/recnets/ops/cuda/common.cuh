@@ -8,10 +8,13 @@
 //
 // Maps are rows of channels: pixel p = (n*H + y)*W + x, channel c of step i at p*(D*S) + i*S + c. The pixels of a tile
 // follow each other in memory. z and dz, which only these kernels read, are a map of SO channels for every step, so that what
-// a step reads lies together: channel c of step i at (i*batch*H*W + p)*SO + c.
+// a step reads lies together: channel c of step i at (i*batch*H*W + p)*SO + c. With APART so are x and dx.
 
 #ifndef WIDE
 #define WIDE 0
+#endif
+#ifndef APART
+#define APART 0
 #endif
 
 constexpr int PIXELS = IMAGES * ROWS * W;           // of a tile
@@ -77,6 +80,10 @@ __device__ __forceinline__ int tiles_of(int batch) {
 __device__ __forceinline__ size_t step_at(int i, const Tile& tile, int batch) {
     return ((size_t)i * batch * (H * W) + tile.first) * SO;
 }
+
+// Where x_i and dx_i of all pixels begin, and how far it is from pixel to pixel.
+constexpr int X_STRIDE = APART ? SI : D * SI;
+__device__ __forceinline__ size_t x_step(int i, int batch) { return APART ? (size_t)i * batch * (H * W) * SI : i * SI; }
 
 // Where pixel q of the tile lies in a shared tile with a halo; with KERNEL, the corner of its window, tap (0, 0).
 template <int HALO, int KERNEL = 1>

@@ -1,6 +1,7 @@
 """A CRC layer in training by the CUDA kernels of this folder: half precision, fp32 statistics and accumulation.
 
-Maps are rows (N, H, W, C), C = d · s. What `supports` refuses runs by the Triton kernels, which compute the same.
+Maps are rows (N, H, W, C), C = d · s; x may also be (d · N, H, W, s_in), a step's maps after the other's, and so is dx.
+What `supports` refuses runs by the Triton kernels, which compute the same.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ COPIES = 4  # of the sums, see common.cuh
 
 
 def layer_of(rows: Tensor, weight_x: Tensor, weight_h: Tensor, d: int) -> Layer:
-    n, h, w, _ = rows.shape
-    return Layer(n, h, w, d, weight_x.shape[1], weight_x.shape[0], weight_x.shape[-1], weight_h.shape[-1])
+    n, h, w, channels = rows.shape
+    so, si, kx, _ = weight_x.shape
+    apart = d > 1 and channels == si
+    return Layer(n // d if apart else n, h, w, d, si, so, kx, weight_h.shape[-1], apart)
 
 
 def step(name: str, layer: Layer, index: int) -> plan.Plan | None:

@@ -74,7 +74,7 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
     copy_block(wx, packed_x + (size_t)split * (BYTES_WX / 2), BYTES_WX);
     copy_block(wh, packed_h + (size_t)split * (BYTES_WH / 2), BYTES_WH);
     Tile tile = tile_at(first_tile, batch);
-    copy_tile<HALO_X, SI>(xs, x, D * SI, tile, batch);
+    copy_tile<HALO_X, SI>(xs, x, X_STRIDE, tile, batch);
     copy_commit();
     SingleTile single;
     NextTile next;
@@ -95,7 +95,7 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
                     affine(scale, shift, sums, totals, gamma, beta, i - 1, pixels, eps);
                 }
             } else if (!PREFETCH) {
-                copy_tile<HALO_X, SI>(xs, x + i * SI, D * SI, tile, batch);
+                copy_tile<HALO_X, SI>(xs, x + x_step(i, batch), X_STRIDE, tile, batch);
                 copy_commit();
             }
             if (i > 0) {
@@ -110,12 +110,12 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
                 if (PREFETCH) __syncthreads();
             }
             // What comes next arrives during the convolution: copies that are under way at the arrival would delay it.
-            if (SINGLE && i + 1 < D) copy_tile<HALO_X, SI>(xs, x + (i + 1) * SI, D * SI, tile, batch);
+            if (SINGLE && i + 1 < D) copy_tile<HALO_X, SI>(xs, x + x_step(i + 1, batch), X_STRIDE, tile, batch);
             if (PREFETCH) {
                 const bool more = t + tile_stride < tiles;
                 const Tile following = tile_at(more ? t + tile_stride : first_tile, batch);
                 if (more || i + 1 < D)
-                    copy_tile<HALO_X, SI>(xs, x + (more ? i : i + 1) * SI, D * SI, following, batch);
+                    copy_tile<HALO_X, SI>(xs, x + x_step(more ? i : i + 1, batch), X_STRIDE, following, batch);
                 if (more && i > 0) next.fetch(z, i - 1, following, batch);
             }
             copy_commit();
@@ -129,7 +129,7 @@ forward(const u16* x, const u16* packed_x, const u16* packed_h, const float* gam
         }
         if (!SINGLE && !PREFETCH && i + 1 < D) {
             tile = tile_at(first_tile, batch);
-            copy_tile<HALO_X, SI>(xs, x + (i + 1) * SI, D * SI, tile, batch);
+            copy_tile<HALO_X, SI>(xs, x + x_step(i + 1, batch), X_STRIDE, tile, batch);
             copy_commit();
         }
         if (BATCH) add_sums(sum, squares, scratch, sums, i, channel);

@@ -30,7 +30,7 @@ forward_wide(const u16* x, const u16* packed_x, const u16* packed_h, const float
     __syncthreads();
     copy_block(wx, packed_x + (size_t)split * (BYTES_WX / 2), BYTES_WX);
     copy_block(wh, packed_h + (size_t)split * (BYTES_WH / 2), BYTES_WH);
-    copy_tile<1, SI>(xs, x, D * SI, tile_at(Walk(0, tiles).first, batch), batch);
+    copy_tile<1, SI>(xs, x, X_STRIDE, tile_at(Walk(0, tiles).first, batch), batch);
     copy_commit();
     NextTile next;
     int buffer = 0;
@@ -56,7 +56,7 @@ forward_wide(const u16* x, const u16* packed_x, const u16* packed_h, const float
             const auto prepare = [&] {  // the tile that follows, or the same in the next step
                 const bool more = k + 1 < walk.count;
                 if (more || i + 1 < D)
-                    copy_tile<1, SI>(xs + following * BYTES_X, x + (more ? i : i + 1) * SI, D * SI,
+                    copy_tile<1, SI>(xs + following * BYTES_X, x + x_step(more ? i : i + 1, batch), X_STRIDE,
                                      tile_at(more ? t + walk.by : t, batch), batch);
                 copy_commit();
                 if (HAS_H && more) activate_tile(k + 1, t + walk.by, following);

@@ -32,7 +32,7 @@ class GradPlan(NamedTuple):
             "H": layer.h, "W": layer.w, "D": layer.d, "SI": layer.si, "SO": layer.so, "IMAGES": self.tile.images,
             "ROWS": self.tile.rows, "NB": layer.so, "WM": kernel, "WN": self.groups, "MT": 1, "NT": 2, "RESIDENT": 1,
             "SINGLE": 0, "STACKED": 0, "CA": channels, "KW": kernel, "LAG": lag, "XB": self.x, "CI_BLOCK": self.ci,
-            "CO_BLOCK": self.co, "STAGES": self.stages, "STAGGERED": int(self.staggered),
+            "CO_BLOCK": self.co, "STAGES": self.stages, "STAGGERED": int(self.staggered), "APART": int(layer.apart),
         }  # fmt: skip
 
 

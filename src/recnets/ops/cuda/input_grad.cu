@@ -23,7 +23,7 @@ input_grad(const u16* dz, const u16* packed, u16* dx, int batch) {
         __syncthreads();
         float acc[MT][NT][4] = {};
         convolve<SO, KX, W + 2 * HALO, PITCH, PAIRS>(acc, corners, weights + lane * 16);
-        u16* out = dx + (size_t)tile.first * (D * SI) + i * SI;
+        u16* out = dx + (size_t)tile.first * X_STRIDE + x_step(i, batch);
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -34,7 +34,7 @@ input_grad(const u16* dz, const u16* packed, u16* dx, int batch) {
                 for (int n = 0; n < NT; n++) {
                     const int c = n * 8 + lane % 4 * 2;
                     if (c < SI)
-                        *(u32*)(out + (size_t)q * (D * SI) + c) = pack2(acc[m][n][half * 2], acc[m][n][half * 2 + 1]);
+                        *(u32*)(out + (size_t)q * X_STRIDE + c) = pack2(acc[m][n][half * 2], acc[m][n][half * 2 + 1]);
                 }
             }
         __syncthreads();

@@ -2,7 +2,8 @@
 // the map, a wait for all blocks, then the output. With KEEP a block's share of the map stays in shared memory between
 // the two, else it is read twice. A thread keeps to one chunk of 8 channels.
 //
-// Constants: C (channels), POOL, KEEP, H, W, THREADS. A unit is a pixel, or with POOL a window of four.
+// Constants: C (channels), POOL, KEEP, H, W, THREADS. A unit is a pixel, or with POOL a window of four. SEGMENT: the output
+// and its gradient are a map of so many channels for each segment of them, as a CRC layer reads them; with C it is one.
 
 constexpr int CHUNKS = C / 8, LOADERS = THREADS / CHUNKS, PIXELS = POOL ? 4 : 1, BATCH = POOL ? 1 : 4;
 
@@ -17,6 +18,10 @@ __device__ __forceinline__ uint4 load(const u16* map, size_t pixel, int chunk) {
 }
 __device__ __forceinline__ void store(u16* map, size_t pixel, int chunk, uint4 v) {
     *(uint4*)(map + pixel * C + chunk * 8) = v;
+}
+// Of the output.
+__device__ __forceinline__ size_t segment_at(int unit, int chunk, int units) {
+    return ((size_t)(chunk * 8 / SEGMENT) * units + unit) * SEGMENT + chunk * 8 % SEGMENT;
 }
 __device__ __forceinline__ void values(float (&out)[8], const uint4& v) {
     const u32* word = &v.x;
@@ -132,7 +137,7 @@ norm_relu_forward(const u16* y, const float* gamma, const float* beta, u16* out,
                     best[e] = k == 0 ? a : larger(best[e], a);
                 }
             }
-            store(out, u0 + b * LOADERS, share.chunk, pack8(best));
+            *(uint4*)(out + segment_at(u0 + b * LOADERS, share.chunk, units)) = pack8(best);
         }
     }
 }
@@ -185,7 +190,8 @@ norm_relu_backward(const u16* g, const u16* y, const float* sums, const float* g
                 const int unit = u0 + j * LOADERS;
                 if (unit >= share.last) continue;
                 const bool near = KEEP && pass;
-                grad[j] = near ? load_shared(share.kept(kept, unit, PIXELS, PIXELS + 1)) : load(g, unit, share.chunk);
+                grad[j] = near ? load_shared(share.kept(kept, unit, PIXELS, PIXELS + 1))
+                               : *(const uint4*)(g + segment_at(unit, share.chunk, units));
 #pragma unroll
                 for (int k = 0; k < PIXELS; k++)
                     v[j][k] = near ? load_shared(share.kept(kept, unit, k, PIXELS + 1)) : load(y, pixel_of(unit, k), share.chunk);

@@ -1,4 +1,7 @@
-"""BN + ReLU of a whole map in training by the CUDA kernels, with or without the 2×2 max pooling after it."""
+"""BN + ReLU of a whole map in training by the CUDA kernels, with or without the 2×2 max pooling after it.
+
+With `segments` the output is (segments · N, H, W, C / segments): a segment's maps after the other's; so its gradient.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +40,19 @@ def map_plan(units: int, channels: int, pool: bool, backward: bool, count: int) 
     return MapPlan(256, False, each, cdiv(units, each), 256 * 64 + (4 if backward else 2) * channels * 4)
 
 
-def supports(y: Tensor, pool: bool) -> bool:
-    """y: rows (N, H, W, C) in half precision, C a multiple of 8; pooled maps of even height and width."""
+def supports(y: Tensor, pool: bool, segments: int = 1) -> bool:
+    """y: rows (N, H, W, C) in half precision, segments of a multiple of 8; pooled maps of even height and width."""
     if not kernels.takes(y):
         return False
     _, height, width, channels = y.shape
-    return channels % 8 == 0 and channels <= WIDEST and not (pool and (height % 2 or width % 2))
+    return channels % (8 * segments) == 0 and channels <= WIDEST and not (pool and (height % 2 or width % 2))
 
 
-def _kernel(name: str, y: Tensor, chosen: MapPlan, pool: bool) -> nvrtc.Kernel:
+def _kernel(name: str, y: Tensor, chosen: MapPlan, pool: bool, segments: int) -> nvrtc.Kernel:
     _, height, width, channels = y.shape
     size = (height, width) if pool else (0, 0)
     constants = {"C": channels, "POOL": int(pool), "KEEP": int(chosen.keep), "H": size[0], "W": size[1]}
-    defines = {**constants, "THREADS": chosen.threads}
+    defines = {**constants, "THREADS": chosen.threads, "SEGMENT": channels // segments}
     return kernels.kernel(name, y.dtype, y.get_device(), defines, chosen.shared)
 
 
@@ -59,14 +62,15 @@ def _zeros(channels: int, y: Tensor) -> tuple[Tensor, Tensor]:
     return zeros[: 2 * channels].view(2, 1, channels), zeros[2 * channels :]
 
 
-def forward(y: Tensor, gamma: Tensor, beta: Tensor, eps: float, pool: bool) -> tuple[Tensor, Tensor]:
+def forward(y: Tensor, gamma: Tensor, beta: Tensor, eps: float, pool: bool, segments: int = 1) -> tuple[Tensor, Tensor]:
     """(output rows, Σy and Σy² as (2, 1, C))."""
     n, height, width, channels = y.shape
-    out = y.new_empty(n, height // 2, width // 2, channels) if pool else torch.empty_like(y)
+    size = (height // 2, width // 2) if pool else (height, width)
+    out = y.new_empty(segments * n, *size, channels // segments)
     units = out.numel() // channels
     chosen = map_plan(units, channels, pool, False, multiprocessors(y.get_device()))
     sums, counter = _zeros(channels, y)
-    _kernel("norm_relu_forward", y, chosen, pool)(
+    _kernel("norm_relu_forward", y, chosen, pool, segments)(
         (chosen.blocks, 1, 1), y, gamma.float().contiguous(), beta.float().contiguous(), out, sums, counter, units,
         chosen.each, float(n * height * width), float(eps), cooperative=True,
     )  # fmt: skip
@@ -74,7 +78,7 @@ def forward(y: Tensor, gamma: Tensor, beta: Tensor, eps: float, pool: bool) -> t
 
 
 def backward(
-    g: Tensor, y: Tensor, sums: Tensor, gamma: Tensor, beta: Tensor, eps: float, pool: bool
+    g: Tensor, y: Tensor, sums: Tensor, gamma: Tensor, beta: Tensor, eps: float, pool: bool, segments: int = 1
 ) -> tuple[Tensor, Tensor]:
     """(dy, the sums (2, 1, C) that are the gradients of β and γ)."""
     n, height, width, channels = y.shape
@@ -82,7 +86,7 @@ def backward(
     chosen = map_plan(units, channels, pool, True, multiprocessors(y.get_device()))
     grad_sums, counter = _zeros(channels, y)
     dy = torch.empty_like(y)
-    _kernel("norm_relu_backward", y, chosen, pool)(
+    _kernel("norm_relu_backward", y, chosen, pool, segments)(
         (chosen.blocks, 1, 1), g, y, sums, gamma.float().contiguous(), beta.float().contiguous(), dy, grad_sums,
         counter, units, chosen.each, float(n * height * width), float(eps), cooperative=True,
     )  # fmt: skip

@@ -48,6 +48,7 @@ class Layer(NamedTuple):
     so: int
     kx: int
     kh: int
+    apart: bool = False  # x_i lie apart: a map of si channels for every step
 
 
 class Tile(NamedTuple):
@@ -95,8 +96,9 @@ class Plan(NamedTuple):
             "SINGLE": int(self.single), "DX": self.dx, "DX_TILES": self.dx_tiles,
             "DX_SPLIT": int(self.dx_split), "PREFETCH": int(self.prefetch), "STACKED": int(self.stacked),
             "H": layer.h, "W": layer.w, "D": layer.d, "SI": layer.si, "SO": layer.so, "KX": layer.kx, "KH": layer.kh,
-            "IMAGES": self.tile.images, "ROWS": self.tile.rows, "NB": self.nb, "WM": self.wm, "WN": self.wn,
-            "MT": self.mt, "NT": self.nt, "RESIDENT": self.resident, "WIDE": int(self.wide), "BUFFERS": self.buffers,
+            "APART": int(layer.apart), "IMAGES": self.tile.images, "ROWS": self.tile.rows, "NB": self.nb, "WM": self.wm,
+            "WN": self.wn, "MT": self.mt, "NT": self.nt, "RESIDENT": self.resident, "WIDE": int(self.wide),
+            "BUFFERS": self.buffers,
         }  # fmt: skip
 
 

@@ -119,8 +119,8 @@ weight_grad(const u16* a, const u16* x, const u16* dz, float* parts, float* part
             const int i = work % EACH + FIRST;
             const Tile tile = tile_at(work / EACH, batch);
             const u32 to = base + stage * STAGE;
-            if (i >= LAG) copy_a(to, a + (i - LAG) * CA + ci0, D * CA, tile);
-            if (XB) copy_x(to + BYTES_A, x + i * SI + x0, D * SI, tile);
+            if (i >= LAG) copy_a(to, a + (LAG ? (i - LAG) * CA : x_step(i, batch)) + ci0, LAG ? D * CA : X_STRIDE, tile);
+            if (XB) copy_x(to + BYTES_A, x + x_step(i, batch) + x0, X_STRIDE, tile);
             copy_pixels(to + BYTES_A + BYTES_X, dz + (size_t)i * batch * (H * W) * SO + co0, SO, tile);
         }
         copy_commit();

@@ -72,7 +72,7 @@ weight_grad_wide(const u16* a, const u16* x, const u16* dz, float* parts, float*
             const u32 to = base + stage * STAGE;
             // The first step has zeros for a: products of x alone besides, and the compiler would let none overlap.
             copy_lines<CI_BLOCK, TALLER, at_a>(to, a + max(i - LAG, 0) * CA + ci0, D * CA, tile, i >= LAG);
-            copy_lines<XB, TALLER, at_a>(to + CI_BLOCK * 2 * (W + 3), x + i * SI + x0, D * SI, tile, true);
+            copy_lines<XB, TALLER, at_a>(to + CI_BLOCK * 2 * (W + 3), x + x_step(i, batch) + x0, X_STRIDE, tile, true);
             copy_lines<CO_BLOCK, false, at_g>(to + BYTES_A, dz + (size_t)i * batch * (H * W) * SO + co0, SO, tile, true);
         }
         copy_commit();

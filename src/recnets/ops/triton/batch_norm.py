@@ -4,6 +4,9 @@ A map is a CRC of one step without convolutions, so the row functions of the ste
 `norm_relu_pool_train` ends in 2×2 max pooling: only the pooled map is written, and the backward pass finds the maxima
 anew. BN comes first: where its weight is negative, the largest output is that of the smallest input.
 
+With `segments` the output is (segments · N, C / segments, H, W), a segment's maps after the other's: so the CUDA
+kernels of a CRC layer read it in one piece a step.
+
 Where the CUDA kernels can run, each way is one launch of theirs instead.
 """
 
@@ -18,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from recnets.ops.cuda import norm_relu as cuda
+from recnets.ops.torch import apart, together
 from recnets.ops.triton import backward as bwd
 from recnets.ops.triton import forward as fwd
 from recnets.ops.triton.op import Sums, map_of, on_its_device, rows_block, rows_of
@@ -192,9 +196,9 @@ def window_block(channels: int) -> tuple[int, int]:
     return padded, max(1, block // 4)
 
 
-def _by_cuda(rows: Tensor, pool: bool) -> bool:
+def _by_cuda(rows: Tensor, pool: bool, segments: int) -> bool:
     """Do the CUDA kernels run? They add statistics in any order, so not where determinism is asked for."""
-    return not torch.are_deterministic_algorithms_enabled() and cuda.supports(rows, pool)
+    return not torch.are_deterministic_algorithms_enabled() and cuda.supports(rows, pool, segments)
 
 
 def _sums(rows: Tensor) -> Sums:
@@ -211,11 +215,11 @@ def _sums(rows: Tensor) -> Sums:
 
 @torch.library.custom_op("recnets::norm_relu_train", mutates_args=())
 @on_its_device
-def norm_relu_train(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm_relu_train(y: Tensor, gamma: Tensor, beta: Tensor, eps: float, segments: int) -> tuple[Tensor, Tensor]:
     """ReLU(BN(y)) with batch statistics: (N, C, H, W) -> the same, and sums (2, 1, C): Σy and Σy²."""
     rows = rows_of(y)
-    if _by_cuda(rows, False):
-        out, total = cuda.forward(rows, gamma, beta, eps, False)
+    if _by_cuda(rows, False, segments):
+        out, total = cuda.forward(rows, gamma, beta, eps, False, segments)
         return map_of(out), total
     n, height, width, channels = rows.shape
     pixels = n * height * width
@@ -225,25 +229,27 @@ def norm_relu_train(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple
     fwd.activate_kernel[(triton.cdiv(pixels, block),)](
         rows, out, sums.total, gamma, beta, 0, pixels, eps, 1, channels, padded, block, block, True, True
     )
-    return map_of(out), sums.total
+    return apart(map_of(out), segments), sums.total
 
 
 @norm_relu_train.register_fake
-def _(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _(y: Tensor, gamma: Tensor, beta: Tensor, eps: float, segments: int) -> tuple[Tensor, Tensor]:
     n, channels, height, width = y.shape
-    return map_of(y.new_empty(n, height, width, channels)), y.new_empty(2, 1, channels, dtype=torch.float32)
+    out = map_of(y.new_empty(segments * n, height, width, channels // segments))
+    return out, y.new_empty(2, 1, channels, dtype=torch.float32)
 
 
 @torch.library.custom_op("recnets::norm_relu_train_backward", mutates_args=())
 @on_its_device
 def norm_relu_train_backward(
-    g: Tensor, y: Tensor, sums: Tensor, gamma: Tensor, beta: Tensor, eps: float
+    g: Tensor, y: Tensor, sums: Tensor, gamma: Tensor, beta: Tensor, eps: float, segments: int
 ) -> tuple[Tensor, Tensor]:
     """Gradient of y, and of (β, γ) as (2, 1, C)."""
-    g, rows = rows_of(g), rows_of(y)
-    if _by_cuda(rows, False):
-        dy, total = cuda.backward(g, rows, sums, gamma, beta, eps, False)
+    rows = rows_of(y)
+    if _by_cuda(rows, False, segments):
+        dy, total = cuda.backward(rows_of(g), rows, sums, gamma, beta, eps, False, segments)
         return map_of(dy), total
+    g = rows_of(together(g, segments))
     n, height, width, channels = rows.shape
     pixels = n * height * width
     padded, block = rows_block(channels)
@@ -262,7 +268,7 @@ def norm_relu_train_backward(
 
 @norm_relu_train_backward.register_fake
 def _fake_backward(
-    g: Tensor, y: Tensor, sums: Tensor, gamma: Tensor, beta: Tensor, eps: float
+    g: Tensor, y: Tensor, sums: Tensor, gamma: Tensor, beta: Tensor, eps: float, segments: int
 ) -> tuple[Tensor, Tensor]:
     n, channels, height, width = y.shape
     return map_of(y.new_empty(n, height, width, channels)), torch.empty_like(sums)
@@ -270,11 +276,11 @@ def _fake_backward(
 
 @torch.library.custom_op("recnets::norm_relu_pool_train", mutates_args=())
 @on_its_device
-def norm_relu_pool_train(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm_relu_pool_train(y: Tensor, gamma: Tensor, beta: Tensor, eps: float, segments: int) -> tuple[Tensor, Tensor]:
     """2×2 maxima of ReLU(BN(y)): (N, C, H, W) -> (N, C, H // 2, W // 2), and sums (2, 1, C): Σy and Σy²."""
     rows = rows_of(y)
-    if _by_cuda(rows, True):
-        out, total = cuda.forward(rows, gamma, beta, eps, True)
+    if _by_cuda(rows, True, segments):
+        out, total = cuda.forward(rows, gamma, beta, eps, True, segments)
         return map_of(out), total
     n, height, width, channels = rows.shape
     padded, block = window_block(channels)
@@ -284,26 +290,27 @@ def norm_relu_pool_train(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> 
     pool_kernel[(triton.cdiv(windows, block),)](
         rows, out, sums.total, gamma, beta, n * height * width, windows, eps, height, width, channels, padded, block
     )
-    return map_of(out), sums.total
+    return apart(map_of(out), segments), sums.total
 
 
 @norm_relu_pool_train.register_fake
-def _(y: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _(y: Tensor, gamma: Tensor, beta: Tensor, eps: float, segments: int) -> tuple[Tensor, Tensor]:
     n, channels, height, width = y.shape
-    out = map_of(y.new_empty(n, height // 2, width // 2, channels))
+    out = map_of(y.new_empty(segments * n, height // 2, width // 2, channels // segments))
     return out, y.new_empty(2, 1, channels, dtype=torch.float32)
 
 
 @torch.library.custom_op("recnets::norm_relu_pool_train_backward", mutates_args=())
 @on_its_device
 def norm_relu_pool_train_backward(
-    g: Tensor, y: Tensor, sums: Tensor, gamma: Tensor, beta: Tensor, eps: float
+    g: Tensor, y: Tensor, sums: Tensor, gamma: Tensor, beta: Tensor, eps: float, segments: int
 ) -> tuple[Tensor, Tensor]:
     """Gradient of y, and of (β, γ) as (2, 1, C). Of equal maxima the first takes the gradient, as in PyTorch."""
-    g, rows = rows_of(g), rows_of(y)
-    if _by_cuda(rows, True):
-        dy, total = cuda.backward(g, rows, sums, gamma, beta, eps, True)
+    rows = rows_of(y)
+    if _by_cuda(rows, True, segments):
+        dy, total = cuda.backward(rows_of(g), rows, sums, gamma, beta, eps, True, segments)
         return map_of(dy), total
+    g = rows_of(together(g, segments))
     n, height, width, channels = rows.shape
     pixels = n * height * width
     shape = (height, width, channels, *window_block(channels))
@@ -328,23 +335,23 @@ norm_relu_pool_train_backward.register_fake(_fake_backward)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    y, gamma, beta, eps = inputs
+    y, gamma, beta, eps, segments = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(y, output[1], gamma, beta)
-    ctx.eps = eps
+    ctx.settings = (eps, segments)
 
 
 def _autograd(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward function of an operator (y, γ, β, eps) -> (output, sums) by its backward operator."""
+    """The backward function of an operator (y, γ, β, eps, segments) -> (output, sums) by its backward operator."""
 
     def backward(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if g is None:
-            return (None,) * 4
+            return (None,) * 5
         y, sums, gamma, beta = ctx.saved_tensors
-        dy, dnorm = operator(g, y, sums, gamma, beta, ctx.eps)
+        dy, dnorm = operator(g, y, sums, gamma, beta, *ctx.settings)
         dbeta, dgamma = dnorm.flatten(1).to(gamma.dtype)
-        return dy, dgamma, dbeta, None
+        return dy, dgamma, dbeta, None, None
 
     return backward
 

@@ -11,6 +11,8 @@ import triton
 from torch import Tensor
 
 from recnets.ops.cuda import crc as cuda_crc
+from recnets.ops.cuda import norm_relu as cuda_norm
+from recnets.ops.torch import apart, together
 from recnets.ops.triton import backward as bwd
 from recnets.ops.triton import forward as fwd
 from recnets.ops.triton.tiles import Tiles, grad_parts, grad_tiles, power, stages, step_tiles
@@ -162,14 +164,26 @@ def crc(
     """h_i = ReLU(BN_i(x_i ⊛ W_x + h_{i-1} ⊛ W_h)): (hidden states, pre-activations, sums).
 
     x (N, d·s_in, H, W) -> h and z (N, d·s_out, H, W) in channels-last order and sums (2, d, s_out): Σz and Σz².
+    x may also be (d·N, s_in, H, W), a step's maps after the other's, as a norm with `segments` leaves them.
     `statistics` (2, d, s_out), mean and variance in float32, take the place of the batch's; there are no sums then.
     γ and β are (d·s_out); without `relu` the ReLU is left out.
     """
     rows = rows_of(x)
     layer = cuda_crc.layer_of(rows, weight_x, weight_h, d)
-    run = partial(cuda_crc.forward, layer=layer) if _by_cuda(rows, layer) else partial(_forward, d=d)
+    by_cuda = _by_cuda(rows, layer)
+    run = partial(cuda_crc.forward, layer=layer) if by_cuda else partial(_forward, d=d)
+    rows = rows if by_cuda or not layer.apart else rows_of(together(x, d))
     h, z, sums = run(rows, weight_x, weight_h, gamma, beta, statistics, eps=eps, relu=relu)
     return map_of(h), map_of(z), sums if statistics is None else sums.new_empty(0)
+
+
+def takes_apart(y: Tensor, weight_x: Tensor, weight_h: Tensor, d: int, pool: bool) -> bool:
+    """Do the CUDA kernels take the norm of this map, with pooling or without, and the CRC layer after it?"""
+    n, _, height, width = y.shape
+    s_out, s_in, kernel_x, _ = weight_x.shape
+    size = (height // 2, width // 2) if pool else (height, width)
+    layer = cuda_crc.Layer(n, *size, d, s_in, s_out, kernel_x, weight_h.shape[-1], apart=True)
+    return cuda_norm.supports(y.permute(0, 2, 3, 1), pool, d) and _by_cuda(y, layer)
 
 
 def _by_cuda(rows: Tensor, layer: cuda_crc.Layer) -> bool:
@@ -182,9 +196,9 @@ def _(
     x: Tensor, weight_x: Tensor, weight_h: Tensor, gamma: Tensor, beta: Tensor, statistics: Tensor | None, d: int,
     eps: float, relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    n, _, height, width = x.shape
-    s_out = weight_x.shape[0]
-    h = map_of(x.new_empty(n, height, width, d * s_out))
+    n, channels, height, width = x.shape
+    s_out, s_in, _, _ = weight_x.shape
+    h = map_of(x.new_empty(n * channels // (d * s_in), height, width, d * s_out))
     sums = (2, d, s_out) if statistics is None else (0,)
     return h, torch.empty_like(h), x.new_empty(sums, dtype=torch.float32)
 
@@ -200,13 +214,14 @@ def crc_backward(
     `sums` are those of the batch, or else the known statistics.
     """
     rows, dh, h, z = rows_of(x), rows_of(dh), rows_of(h), rows_of(z)
-    n, height, width, _ = rows.shape
+    n, height, width, _ = h.shape
     _, d, s_out = sums.shape
     layer = cuda_crc.layer_of(rows, weight_x, weight_h, d)
     if _by_cuda(rows, layer):
         tensors = (dh, rows, h, z, sums, weight_x, weight_h, gamma, beta)
         dx, dwx, dwh, total = cuda_crc.backward(*tensors, layer=layer, eps=eps, batch=batch, relu=relu)
         return map_of(dx), dwx, dwh, total
+    rows = rows_of(together(x, d)) if layer.apart else rows
     s_in, kernel_x, kernel_h = weight_x.shape[1], weight_x.shape[-1], weight_h.shape[-1]
     pixels = n * height * width
     wx, wh = _pack(weight_x, x.dtype), _pack(weight_h, x.dtype)
@@ -239,7 +254,7 @@ def crc_backward(
     )  # fmt: skip
     dwx = _weight_grad(rows, dz, weight_x, d, lag=0)
     dwh = _weight_grad(h, dz, weight_h, d, lag=1)
-    return map_of(dx), dwx, dwh, gsums.total
+    return apart(map_of(dx), d) if layer.apart else map_of(dx), dwx, dwh, gsums.total
 
 
 def _weight_grad(a: Tensor, dz: Tensor, weight: Tensor, d: int, lag: int) -> Tensor:
