@@ -262,7 +262,7 @@ def main() -> int:
     if known is None:
         return supervise(__file__, PATIENCE)
     count = kernels.multiprocessors(0)
-    words = (args.model, str(args.batch), f"{count}-multiprocessors", context("cuda"))
+    words = (args.model, str(args.batch), *(["wide"] if args.wide else []), f"{count}-multiprocessors", context("cuda"))
     path = args.out / (file_name("plans", *words) + ".csv")
     rows: list[Row] = []
     saved = {"chosen": 0.0, "best": 0.0}
