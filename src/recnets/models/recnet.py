@@ -213,7 +213,7 @@ class RecNet(nn.Module):
     def forward_features(self, x: Tensor) -> Tensor:
         """The last stage's map, (N, S_n·d_n, H/2^(n-1), W/2^(n-1))."""
         self._check(x)
-        chain = self._chain() if dispatch.APART else None
+        chain = self._chain() if dispatch.APART and not torch.compiler.is_compiling() else None
         if chain is not None:
             return self._through(chain, x)
         x = self.stem(x)
