@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ from recnets import CRC, Recurrent, create_model
 from recnets.layers.crc import NONLINEARITIES
 from recnets.models.plain import as_plain_modules
 from recnets.ops import dispatch, naive
+from recnets.ops.cuda import crc
 from recnets.ops.norm import Norm
 
 Row = dict[str, Any]
@@ -115,15 +117,19 @@ def check_segments(dtype: torch.dtype, nonlinearity: str) -> float:
     """
     found = []
     for apart in (False, True):
-        dispatch.APART = apart
         torch.manual_seed(0)
         network = create_model("RecNet(4, 8, 16, 32, 3, 3, 3)", nonlinearity=nonlinearity).cuda()
         images = torch.randn(16, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
-        with torch.autocast("cuda", dtype=dtype):
+        with (
+            mock.patch.object(dispatch, "APART", apart),
+            mock.patch.object(crc, "layer_of", wraps=crc.layer_of) as asked,
+            torch.autocast("cuda", dtype=dtype),
+        ):
             loss = F.cross_entropy(network(images), torch.arange(16, device="cuda") % 10)
+        if apart and not any(len(call.args[0]) > len(images) for call in asked.call_args_list):
+            raise RuntimeError("no layer was given its segments apart")
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in network.parameters() if p.grad is not None)])
-    dispatch.APART = False
     return max(rms(one, other.double()) for one, other in zip(*found, strict=True)) / 10
 
 

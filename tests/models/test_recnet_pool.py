@@ -22,9 +22,9 @@ def pooled_within(model: RecNet, x: torch.Tensor, monkeypatch) -> int:
     asked = []
     forward = Recurrent.forward
 
-    def note(self, x, pool=False):
+    def note(self, x, pool=False, **how):
         asked.append(pool)
-        return forward(self, x, pool)
+        return forward(self, x, pool, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(Recurrent, "forward", note)

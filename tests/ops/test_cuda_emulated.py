@@ -13,7 +13,7 @@ from recnets.layers import CRC, Recurrent
 from recnets.layers.crc import NONLINEARITIES
 from recnets.layers.norm import norm_of
 from recnets.ops import dispatch
-from recnets.ops.cuda import grad_plan, inference, inference_plan, norm_relu, nvrtc, plan
+from recnets.ops.cuda import crc, grad_plan, inference, inference_plan, norm_relu, nvrtc, plan
 from recnets.ops.cuda.inference import EvalNorm
 from recnets.ops.cuda.plan import Layer
 
@@ -88,12 +88,13 @@ def test_segments_apart(count, shape, emulated, rms):
     check_forward_and_every_gradient(shape, torch.bfloat16, rms, "cpu", apart=True)
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("count", "shape"), [SHAPES[10], SHAPES[13]], ids=str)
-def test_nothing_fetched_ahead(count, shape, emulated, rms, monkeypatch):
+def test_nothing_fetched_ahead(count, shape, apart, emulated, rms, monkeypatch):
     emulated(count)
     planned = plan.step
     monkeypatch.setattr(plan, "step", lambda *args: planned(*args)._replace(prefetch=False))
-    check_forward_and_every_gradient(shape, torch.bfloat16, rms, "cpu")
+    check_forward_and_every_gradient(shape, torch.bfloat16, rms, "cpu", apart=apart)
 
 
 @pytest.mark.parametrize(("batch", "relu"), [(True, False), (False, True), (False, False)])
@@ -112,6 +113,27 @@ def test_every_nonlinearity_of_a_layer(nonlinearity, frozen, emulated):
     check_layer((2, 9, 7, 12, 48, 3, 3, 3), torch.bfloat16, 1e-2, nonlinearity=nonlinearity, frozen=frozen)
     assert {"forward", "backward", "weight_grad"} <= set(device.launched)
     assert ("norm_relu_forward" in device.launched) == (nonlinearity == "linear" and not frozen)
+
+
+@interpreted
+@pytest.mark.parametrize("forward", [False, True])
+def test_one_pass_by_the_kernels_in_triton(forward, emulated, rms):
+    """Determinism may be asked for, or no longer, between a forward pass and its backward pass."""
+    emulated(4)
+    torch.manual_seed(0)
+    layer = CRC(8, 32, 3, backend="triton")
+    x = torch.randn(2, 24, 6, 6)
+    grads = []
+    for by_turns in (False, True):
+        again, leaf = copy.deepcopy(layer), x.half().requires_grad_()
+        torch.use_deterministic_algorithms(forward)
+        out = again(leaf)
+        torch.use_deterministic_algorithms(forward != by_turns)
+        out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).half())
+        grads.append([leaf.grad, *(p.grad for p in again.parameters())])
+    torch.use_deterministic_algorithms(False)
+    for one, other in zip(*grads, strict=True):
+        assert rms(one, other) < 2e-2
 
 
 @interpreted
@@ -258,13 +280,13 @@ def test_segments_pass_apart_through_a_network(hook, emulated, rms, monkeypatch)
     torch.manual_seed(0)
     model = create_model("RecNet(4, 8, 16, 3, 2)", num_classes=5, backend="triton").train()
     images = torch.randn(3, 3, 8, 8)
-    asked, segments_for = [], dispatch.segments_for
+    given, forward = [], crc.forward
 
-    def asking(*args) -> int:
-        asked.append(segments_for(*args))
-        return asked[-1]
+    def note(*args, layer: Layer, **options):
+        given.append(layer.d if layer.apart else 1)
+        return forward(*args, layer=layer, **options)
 
-    monkeypatch.setattr(dispatch, "segments_for", asking)
+    monkeypatch.setattr(crc, "forward", note)
     results = []
     for apart in (False, True):
         monkeypatch.setattr(dispatch, "APART", apart)
@@ -275,7 +297,7 @@ def test_segments_pass_apart_through_a_network(hook, emulated, rms, monkeypatch)
             loss = F.cross_entropy(again(images), torch.tensor([0, 3, 1]))
         loss.backward()
         results.append([loss, *(p.grad for p in again.parameters()), *again.buffers()])
-    assert [given for given in asked if given > 1] == ([] if hook else [3, 3, 2, 2])
+    assert given == [1] * 4 + ([1] * 4 if hook else [3, 3, 2, 2])
     for one, other in zip(*results, strict=True):
         assert rms(one, other) < 1e-3
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
+from recnets.ops import torch as plain
 from recnets.ops.cuda import crc, grad_plan, kernels, nvrtc, plan, tuned
 from recnets.ops.cuda.plan import Layer, Tile
 
@@ -30,14 +31,17 @@ SHAPES = [
 ]
 
 
-def gradients(layer: Layer, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
+def gradients(
+    layer: Layer, dtype: torch.dtype, device: str = "cpu", *, apart: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
     """Those of W_x and W_h by the kernels, and in float64."""
     torch.manual_seed(0)
     n, h, w, d, si, so, *_ = layer
     x, states = (torch.randn(n, h, w, d * s).to(device, dtype) for s in (si, so))
     dz = torch.randn(d, n, h, w, so).to(device, dtype)
     weights = tuple(torch.empty(so, s, 3, 3, device=device) for s in (si, so))
-    got = crc.add_parts(crc.weight_grads(x, states, dz, layer), weights)
+    rows = plain.apart(x.permute(0, 3, 1, 2), d).permute(0, 2, 3, 1) if apart else x
+    got = crc.add_parts(crc.weight_grads(rows, states, dz, layer._replace(apart=apart)), weights)
     xs, hs = (t.double().unflatten(3, (d, -1)).permute(3, 0, 4, 1, 2) for t in (x, states))
     grads = dz.double().permute(0, 1, 4, 2, 3)
     pairs = ((xs, grads), (hs[:-1], grads[1:]))
@@ -60,7 +64,8 @@ def planned(monkeypatch):
         layer = Layer(n, h, w, d, si, so, 3, 3)
         found = grad_plan.wide_grad_plan_of(layer, tile, stages)
         assert found is not None
-        monkeypatch.setitem(grad_plan.grad_overrides, (layer, so, True), found)
+        for apart in (False, True):
+            monkeypatch.setitem(grad_plan.grad_overrides, (layer._replace(apart=apart), so, True), found)
         grad_plan.weight_grad.cache_clear()
         return layer
 
@@ -89,10 +94,11 @@ def test_gradients_on_a_gpu(case, batch, dtype, planned, rms):
         assert rms(got, expected) < 1e-3  # sums of tensor cores are not rounded to nearest
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_gradients(case, wide, rms):
+def test_gradients(case, apart, wide, rms):
     layer, device = wide(*case)
-    for got, expected in zip(*gradients(layer, torch.bfloat16), strict=True):
+    for got, expected in zip(*gradients(layer, torch.bfloat16, apart=apart), strict=True):
         assert rms(got, expected) < 1e-5
     assert device.launched == ["weight_grad_wide", "add_parts"]
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from recnets.deploy.live import affines, foldable, folded_stem, in_blocks, live_channels, read_channels, whole
-from recnets.layers import Recurrent
+from recnets.layers import Recurrent, Stem
 from recnets.layers.norm import norm_of
-from recnets.models.recnet import Stem
 from recnets.models.squeezed import SqueezedRecurrent
 from recnets.ops.torch import conv
 

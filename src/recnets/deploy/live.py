@@ -13,9 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from recnets.layers import Recurrent
+from recnets.layers import Recurrent, Stem
 from recnets.layers.norm import norm_of
-from recnets.models.recnet import Stem
 from recnets.models.squeezed import Expand, SqueezedRecurrent
 from recnets.ops.torch import step_affines
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from recnets.deploy.live import affines, foldable, folded_stem, frozen, in_blocks, live_channels, read_channels
-from recnets.layers import Recurrent
+from recnets.layers import Recurrent, Stem
 from recnets.layers.norm import norm_of
 from recnets.models import RecNet
-from recnets.models.recnet import Stem
 from recnets.models.squeezed import SqueezedRecurrent
 from recnets.ops.torch import conv
 from recnets.utils import choose

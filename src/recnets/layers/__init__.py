@@ -3,6 +3,7 @@
 from recnets.layers.crc import CRC, NONLINEARITIES, PADDING_MODES
 from recnets.layers.norm import SyncBatchNorm1d, SyncBatchNorm2d, convert_sync_batchnorm
 from recnets.layers.recurrent import MODES, Recurrent
+from recnets.layers.stem import Stem
 from recnets.layers.transition import TransitionBlock
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "NONLINEARITIES",
     "PADDING_MODES",
     "Recurrent",
+    "Stem",
     "SyncBatchNorm1d",
     "SyncBatchNorm2d",
     "TransitionBlock",

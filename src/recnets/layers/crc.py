@@ -145,6 +145,8 @@ class CRC(nn.Module):
         # The kernels cast what they read, and say themselves what they do not take.
         channels = self.s_in if apart else self.d * self.s_in
         check_input(x, channels, what, None if self.backend == "triton" else self.weight_x)
+        if apart and x.shape[0] % self.d:
+            raise ValueError(f"{what} expects the maps of {self.d} steps, got {x.shape[0]} maps")
         if self.padding_mode not in SMALLEST_MAP:
             return
         weights = (self.weight_x,) if self.recurrent and self.d == 1 else (self.weight_x, self.weight_h)

@@ -74,6 +74,11 @@ class Recurrent(nn.Module):
     def mode(self, value: str) -> None:
         self._mode = choose(value, MODES, "mode")
 
+    def passes_segments(self) -> bool:
+        """Are its parts those of this package, and all hidden states at hand, as `apart` and `following` need?"""
+        own = type(self.crc) is CRC and type(self.transition) is TransitionBlock
+        return own and self.mode != "stream" and self.crc.backend != "torch"
+
     def as_following(self) -> Following:
         """What a norm before this module needs to know of it."""
         return Following(self.crc.weight_x, self.crc.weight_h, self.crc.recurrence)

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from recnets.errors import RecNetsError
-from recnets.layers import CRC, Recurrent
-from recnets.layers.crc import check_dtype, check_input
-from recnets.layers.norm import norm_of
+from recnets.layers import CRC, Recurrent, Stem
+from recnets.layers.crc import check_input
 from recnets.layers.recurrent import hooked
 from recnets.models.registry import ModelConfig, kept_metadata, register_model
 from recnets.ops import dispatch
-from recnets.ops.dispatch import Following
+from recnets.ops.compiler import traced
 from recnets.utils import choose, did_you_mean, positive_int
 
 CRC_OPTIONS = tuple(
@@ -26,34 +25,6 @@ CRC_OPTIONS = tuple(
 )
 HEADS = ("linear", "hidden")
 HIDDEN_UNITS = 160
-
-
-class Stem(nn.Module):
-    """3×3 convolution, BN, ReLU; (N, in_channels, H, W) -> (N, c_out, H, W)."""
-
-    def __init__(self, in_channels: int, c_out: int, *, bias: bool = False, backend: str = "auto") -> None:
-        super().__init__()
-        self.backend = backend
-        self.conv = nn.Conv2d(in_channels, c_out, kernel_size=3, padding=1, bias=bias)
-        self.norm = nn.BatchNorm2d(c_out)
-        nn.init.kaiming_normal_(self.conv.weight, nonlinearity="relu")
-
-    def forward(self, x: Tensor, following: Following | None = None) -> Tensor:
-        conv = self.conv
-        if type(conv) is nn.Conv2d and self.backend != "triton":  # another module may have taken its place
-            check_dtype(x, conv.weight, "the stem")
-        norm = norm_of(self.norm)
-        if not _same_3x3(conv) or hooked(conv):
-            return dispatch.norm_relu(conv(x), norm, backend=self.backend, following=following)
-        return dispatch.stem(x, conv.weight, conv.bias, norm, backend=self.backend, following=following)
-
-
-def _same_3x3(conv: nn.Module) -> bool:
-    """Is it a 3×3 convolution that keeps the size, as the stem has at first?"""
-    if type(conv) is not nn.Conv2d:
-        return False
-    settings = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode)
-    return settings == ((3, 3), (1, 1), (1, 1), (1, 1), 1, "zeros")
 
 
 def _halves(pool: nn.Module) -> bool:
@@ -213,7 +184,7 @@ class RecNet(nn.Module):
     def forward_features(self, x: Tensor) -> Tensor:
         """The last stage's map, (N, S_n·d_n, H/2^(n-1), W/2^(n-1))."""
         self._check(x)
-        chain = self._chain() if dispatch.APART and not torch.compiler.is_compiling() else None
+        chain = self._chain(x) if dispatch.APART else None
         if chain is not None:
             return self._through(chain, x)
         x = self.stem(x)
@@ -222,15 +193,19 @@ class RecNet(nn.Module):
             x = self._pooled(stage, x)
         return last(x)
 
-    def _chain(self) -> list[Recurrent] | None:
-        """All Recurrent modules, in training and where no one would notice how maps pass between them; else None."""
-        if not (self.training and torch.is_grad_enabled()) or type(self.stem) is not Stem or not _halves(self.pool):
+    def _chain(self, x: Tensor) -> list[Recurrent] | None:
+        """All Recurrent modules, where kernels train them and no one would notice how maps pass between; else None."""
+        if not (x.is_cuda or dispatch.INTERPRETED) or torch.compiler.is_compiling() or traced():
+            return None
+        if not (self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
+            return None
+        if type(self.stem) is not Stem or not _halves(self.pool):
             return None
         chain: list[Recurrent] = []
         for stage in self.stages:
             if type(stage) is not nn.Sequential or len(stage) != 2:
                 return None
-            chain += [module for module in stage if type(module) is Recurrent and module.mode != "stream"]
+            chain += [module for module in stage if type(module) is Recurrent and module.passes_segments()]
         noticed = any(hooked(m) for part in (self.stem, self.stages, self.pool) for m in part.modules())
         return None if noticed or len(chain) < 2 * len(self.stages) else chain
 

@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from recnets.layers import Recurrent, TransitionBlock
+from recnets.layers import Recurrent, Stem, TransitionBlock
 from recnets.layers.norm import norm_of
-from recnets.models.recnet import RecNet, Stem
+from recnets.models.recnet import RecNet
 from recnets.ops import torch as plain
 from recnets.ops.dispatch import Following
 
@@ -78,7 +78,7 @@ class SqueezedStem(Stem):
         self.expand = Expand(outputs)
 
     def forward(self, x: Tensor, following: Following | None = None) -> Tensor:
-        return self.expand(super().forward(x))  # constants are among its channels: they stay together
+        return self.expand(super().forward(x))  # no one asks a squeezed module for `following`
 
 
 class SqueezedTransition(TransitionBlock):

@@ -99,7 +99,7 @@ def segments_for(y: Tensor, norm: Norm, following: Following | None, pool: bool)
         return 1
     weight_x, weight_h, r = following
     s_out, s_in, kernel_x, _ = weight_x.shape
-    if r.d == 1 or y.shape[1] != r.d * s_in or y.dtype != compute_dtype(y) or not norm.batch_statistics:
+    if r.d == 1 or y.shape[1] != r.d * s_in or y.dtype != compute_dtype(y):
         return 1
     if missing_kernel(r, kernel_x, weight_h.shape[-1], s_in, s_out) or cannot_run(y, norm, r.d * s_out):
         return 1

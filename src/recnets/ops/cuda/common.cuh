@@ -8,7 +8,7 @@
 //
 // Maps are rows of channels: pixel p = (n*H + y)*W + x, channel c of step i at p*(D*S) + i*S + c. The pixels of a tile
 // follow each other in memory. z and dz, which only these kernels read, are a map of SO channels for every step, so that what
-// a step reads lies together: channel c of step i at (i*batch*H*W + p)*SO + c. With APART so are x and dx.
+// a step reads lies together: channel c of step i at (i*batch*H*W + p)*SO + c. With APART x and dx are so too, of SI.
 
 #ifndef WIDE
 #define WIDE 0

@@ -25,6 +25,8 @@ def layer_of(rows: Tensor, weight_x: Tensor, weight_h: Tensor, d: int) -> Layer:
     n, h, w, channels = rows.shape
     so, si, kx, _ = weight_x.shape
     apart = d > 1 and channels == si
+    if apart and n % d:
+        raise ValueError(f"{n} maps of {si} channels are not those of {d} steps")
     return Layer(n // d if apart else n, h, w, d, si, so, kx, weight_h.shape[-1], apart)
 
 
@@ -187,7 +189,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(h, z, sums): rows of hidden states, pre-activations, and Σz and Σz² as (2, d, s_out).
 
-    z, which only `backward` reads, has h's shape and an order of its own: a map (N, H, W, s_out) for every step.
+    z, which only `backward` reads, is (d · N, H, W, s_out): a step's maps after the other's.
     `statistics`, mean and variance as (2, d, s_out), take the place of the sums where they are known.
     """
     device = x.get_device()
@@ -196,8 +198,8 @@ def forward(
     _prepare(layer, x.dtype, device, statistics is None, relu)
     constants = {**chosen.defines(layer), **sigma_defines(batch=statistics is None, relu=relu)}
     kernel = _kernel(chosen.kernel("forward"), x, constants, chosen.shared)
-    z = torch.empty(layer.n, layer.h, layer.w, layer.d * layer.so, dtype=x.dtype, device=x.device)
-    h = torch.empty_like(z)
+    z = torch.empty(layer.d * layer.n, layer.h, layer.w, layer.so, dtype=x.dtype, device=x.device)
+    h = z.new_empty(layer.n, layer.h, layer.w, layer.d * layer.so)
     sums = Sums(layer, x.device, statistics)
     packed_h, packed_x = pack((weight_h, weight_x), _orders("forward", chosen, layer, None), x, sums, transposed=False)
     kernel(
@@ -240,7 +242,7 @@ def backward(
 
 
 def weight_grads(x: Tensor, h: Tensor, dz: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
-    """Parts (parts, taps, channels, s_out) of the gradients of W_x and of W_h; dz is in the order of `forward`'s z."""
+    """Parts (parts, taps, channels, s_out) of the gradients of W_x and of W_h; dz like z."""
     along = grad_plan.weight_grad(layer, layer.so, layer.kh, True, kernels.has_wgmma(x.get_device()))
     if along is None or layer.d == 1:
         alone = (grad_plan.weight_grad(layer, s, k, False) for s, k in ((layer.si, layer.kx), (layer.so, layer.kh)))

@@ -14,7 +14,7 @@ input_grad(const u16* dz, const u16* packed, u16* dx, int batch) {
     for (int m = 0; m < MT; m++) corners[m] = tile_memory + slot_of<HALO, KX>((wm * MT + m) * 16 + lane % 16) * PITCH;
     copy_block(weights, packed, BYTES_W);
     for (int work = blockIdx.x; work < tiles * D; work += gridDim.x) {
-        // Steps of the same tile follow each other: their segments share lines of memory.
+        // Steps of the same tile follow each other: their segments of dx share lines of memory, unless they lie APART.
         const int i = work % D;
         const Tile tile = tile_at(work / D, batch);
         copy_tile<HALO, SO>(tile_memory, dz + (size_t)i * batch * (H * W) * SO, SO, tile, batch);

@@ -34,7 +34,7 @@ def norm_grad_rows(
         q = q0 + tl.arange(0, BP)
         ok = ((q >= 0) & (q < stop) & (q < M))[:, None] & ok_c[None, :]
         at = q[:, None] * (D * SO) + i * SO + c[None, :]
-        pre = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
+        pre = tl.load(z + (i * M + q)[:, None] * SO + c[None, :], mask=ok, other=0.0).to(tl.float32)
         value = tl.load(g + q[:, None] * SO + c[None, :], mask=ok, other=0.0).to(tl.float32)
         if RELU:
             value = tl.where(pre * scale[None, :] + shift[None, :] > 0, value, 0.0)
@@ -66,7 +66,7 @@ def backward_step_kernel(
     ok = valid[:, None] & (n < SO)[None, :]
     at = p[:, None] * (D * SO) + i * SO + n[None, :]
     acc = tl.load(dh + at, mask=ok, other=0.0).to(tl.float32)
-    value = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
+    value = tl.load(z + (i * M + p)[:, None] * SO + n[None, :], mask=ok, other=0.0).to(tl.float32)
     scale, shift, rstd, mean = batch_affine(sums, gamma, beta, i, n, M, eps, D, SO, BATCH)
     if PDL:
         gdc_wait()

@@ -74,12 +74,11 @@ def activate_rows(
     for q0 in range(start, stop, BP):
         q = q0 + tl.arange(0, BP)
         ok = ((q >= 0) & (q < stop) & (q < M))[:, None] & (c < SO)[None, :]
-        at = q[:, None] * (D * SO) + i * SO + c[None, :]
-        value = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
+        value = tl.load(z + (i * M + q)[:, None] * SO + c[None, :], mask=ok, other=0.0).to(tl.float32)
         value = value * scale[None, :] + shift[None, :]
         if RELU:
             value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(h + at, value.to(h.dtype.element_ty), mask=ok)
+        tl.store(h + q[:, None] * (D * SO) + i * SO + c[None, :], value.to(h.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -217,9 +216,7 @@ def forward_step_kernel(
             acc, h, wh, p, py, px, valid, n, D * SO, column, 1, SO, SO, KH, H, W, BKH, False, PRECISION, UNROLL
         )
     ok = n < SO
-    tl.store(
-        z + p[:, None] * (D * SO) + i * SO + n[None, :], acc.to(z.dtype.element_ty), mask=valid[:, None] & ok[None, :]
-    )
+    tl.store(z + (i * M + p)[:, None] * SO + n[None, :], acc.to(z.dtype.element_ty), mask=valid[:, None] & ok[None, :])
     if BATCH:
         add_sums(sums, parts, i, n, tl.sum(acc, 0), tl.sum(acc * acc, 0), D, SO, ATOMIC)
 

@@ -124,13 +124,13 @@ def _forward(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All launches of a forward pass of rows (N, H, W, d·s_in): (h, z, sums), h and z (N, H, W, d·s_out)."""
+    """All launches of a forward pass of rows (N, H, W, d·s_in): h (N, H, W, d·s_out), z (d·N, H, W, s_out), sums."""
     n, height, width, _ = x.shape
     s_out, s_in, kernel_x, _ = weight_x.shape
     kernel_h = weight_h.shape[-1]
     pixels = n * height * width
-    z = torch.empty(n, height, width, d * s_out, dtype=x.dtype, device=x.device)
-    h = torch.empty_like(z)
+    h = torch.empty(n, height, width, d * s_out, dtype=x.dtype, device=x.device)
+    z = h.new_empty(d * n, height, width, s_out)
     wx, wh = _pack(weight_x, x.dtype), _pack(weight_h, x.dtype)
     gamma, beta = gamma.contiguous(), beta.contiguous()
     tiles = step_tiles("forward", pixels, s_out, x.device, x.element_size())
@@ -163,8 +163,9 @@ def crc(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """h_i = ReLU(BN_i(x_i ⊛ W_x + h_{i-1} ⊛ W_h)): (hidden states, pre-activations, sums).
 
-    x (N, d·s_in, H, W) -> h and z (N, d·s_out, H, W) in channels-last order and sums (2, d, s_out): Σz and Σz².
-    x may also be (d·N, s_in, H, W), a step's maps after the other's, as a norm with `segments` leaves them.
+    x (N, d·s_in, H, W) -> h (N, d·s_out, H, W), z (d·N, s_out, H, W), a step's maps after the other's, both in
+    channels-last order, and sums (2, d, s_out): Σz and Σz². x may be in z's order too, as a norm with `segments`
+    leaves it.
     `statistics` (2, d, s_out), mean and variance in float32, take the place of the batch's; there are no sums then.
     γ and β are (d·s_out); without `relu` the ReLU is left out.
     """
@@ -198,9 +199,10 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n, channels, height, width = x.shape
     s_out, s_in, _, _ = weight_x.shape
-    h = map_of(x.new_empty(n * channels // (d * s_in), height, width, d * s_out))
+    count = n * channels // (d * s_in)
+    h, z = (x.new_empty(maps, height, width, c) for maps, c in ((count, d * s_out), (d * count, s_out)))
     sums = (2, d, s_out) if statistics is None else (0,)
-    return h, torch.empty_like(h), x.new_empty(sums, dtype=torch.float32)
+    return map_of(h), map_of(z), x.new_empty(sums, dtype=torch.float32)
 
 
 @torch.library.custom_op("recnets::crc_backward", mutates_args=())
@@ -231,7 +233,7 @@ def crc_backward(
     gsums = Sums(d, s_out, grid[0], x.device)
     padded, block = rows_block(s_out)
     g = torch.empty(2, pixels, s_out, dtype=x.dtype, device=x.device)
-    dz = torch.empty_like(z)
+    dz = torch.empty_like(h)
     precision = _precision(x.dtype)
     for i in reversed(range(d)):
         bwd.backward_step_kernel[grid](
