@@ -113,7 +113,7 @@ MUTATIONS = {
     ("forward", "border not cleared"): ("forward_wide.cu", "clear_shared(xs, BUFFERS * (BYTES_X + BYTES_H));", ""),
     ("forward", "no wait for copies"): ("forward_wide.cu", "copy_wait<0>();", ""),
     ("forward", "no barrier after clearing"): ("forward_wide.cu", "map\n    __syncthreads();", "map\n"),
-    ("forward", "the next step's x"): ("forward_wide.cu", "(more ? i : i + 1) * SI", "i * SI"),
+    ("forward", "the next step's x"): ("forward_wide.cu", "x_step(more ? i : i + 1, batch)", "x_step(i, batch)"),
     ("backward", "border not cleared"): ("backward_wide.cu", "clear_shared(hs, BUFFERS * BYTES_H);", ""),
     ("backward", "no wait for dh and z"): ("backward_wide.cu", f"copy_wait<0>();{THEN}", THEN),
     ("backward", "no barrier after dh and z"): ("backward_wide.cu", THEN, "\n            u16* out"),
