@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from candidates import defines_of, describe, has_wgmma, kernel_of, layers_of, plans_of, use
+from checks import rms
 from common import RESULTS, context, file_name, write_csv
-from gpu import Row, graphed, rms, seconds
+from gpu import Row, graphed, seconds
 from guarded import Journal, give_up, journal, supervise
 from recnets.ops.cuda import crc, grad_plan, kernels, plan, tuned
 from recnets.ops.cuda.plan import Layer
